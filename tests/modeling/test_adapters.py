@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_table import CASES, LLAMA, QV, TABLES, TIED, library_model, write_adapter
+from adapter_table import CASES, LLAMA, MOE, QV, TABLES, TIED, library_model, write_adapter
 
 from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.inspection import inspect
@@ -203,6 +203,14 @@ def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:
             "ensure_weight_tying ties the adapters",
         ),
         (LLAMA, {"target_modules": ".*q_proj", "layers_to_transform": [0]}, "layers_to_transform"),
+        (LLAMA, {"target_modules": "(q_proj"}, r"missing \)"),
+        (LLAMA, {"rank_pattern": {"[q": 2}}, "character set"),
+        (LLAMA, {"modules_to_save": ["layers"]}, "No modules were targeted"),
+        (LLAMA, {"modules_to_save": ["q_proj.lora_dropout"]}, "modules_to_save cannot be applied"),
+        (LLAMA, {"trainable_token_indices": {"embeddings": [1]}}, "embeddings"),
+        (LLAMA, {"trainable_token_indices": [-1]}, "there is no row -1"),
+        (LLAMA, {"use_dora": True, "lora_bias": True}, "lora_bias=True is not supported for DoRA"),
+        (MOE, {"target_parameters": ["experts.down_proj"], "use_dora": True}, "use_dora=True"),
         (LLAMA, {"trainable_token_indices": [1, 96]}, "trainable_token_indices: there is no row 96"),
     ],
 )

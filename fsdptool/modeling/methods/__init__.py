@@ -167,11 +167,11 @@ class LoraMethod(TrainingMethod):
         inject(model, recipe, family, config)
 
     def replicated(self, model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
-        """Return the adapters' parameters if the recipe replicates them."""
+        """Return the adapters' own matrices if the recipe replicates them; copies of modules stay sharded."""
         lora = recipe.method.lora
         if lora is None or lora.adapters != "replicated":
             return ()
-        return tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        return tuple(name for name, _ in model.named_parameters() if is_adapter(name))
 
     def initialisation(self, model: nn.Module, recipe: Recipe) -> Initialisation | None:
         """Return peft's own initialisation of what it adds."""

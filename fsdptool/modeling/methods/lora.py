@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -103,10 +104,16 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
             # A plan is no place for peft's advice, and what matters of it is refused below.
             warnings.simplefilter("ignore")
             inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
-    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, re.error) as error:
+        message = _first_line(error)
+        if message.startswith(("Target modules", "No modules", "No `target_modules`", "All modules")):
+            raise ConfigError(
+                f"LoRA targets do not match {type(model).__name__}: {message}",
+                help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
+            ) from error
         raise ConfigError(
-            f"LoRA targets do not match {type(model).__name__}: {_first_line(error)}",
-            help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
+            f"peft cannot apply method.lora to {type(model).__name__}: {message}",
+            help="correct the setting in the recipe, or in adapter_config.json",
         ) from error
     _check_injected(model, recipe.method.lora or Lora(), settings)
     base = (recipe.method.lora or Lora()).base

@@ -273,10 +273,10 @@ def _merged_value(
         _put(layer, name, nn.Parameter(fetch(f"{path}.{name}"), requires_grad=False))
     # peft's wrapper of a parameter moves the change to the device of the base parameter, which is meta here;
     # DoRA's takes the norm of the base's weight.
-    leaf = None if bias else getattr(layer, "parameter_name", "weight")
+    leaf = getattr(layer, "parameter_name", "weight")
     base = layer.get_base_layer()
-    on_meta = getattr(base, leaf) if leaf else None
-    if leaf:
+    on_meta = None if bias else base._parameters.get(leaf)
+    if on_meta is not None:
         base.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
     try:
         with torch.no_grad():
@@ -289,7 +289,7 @@ def _merged_value(
     finally:
         for name, parameter in own.items():
             _put(layer, name, parameter)
-        if leaf:
+        if on_meta is not None:
             base.register_parameter(leaf, on_meta)
     return merged.to(value.dtype)  # type: ignore[no-any-return]
 
