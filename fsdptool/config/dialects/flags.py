@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, check_expressible
+from fsdptool.config.canonical import LEGACY_DEFAULTS, MESH, STRATEGY_NAMES, check_expressible
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import accelerate
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
@@ -148,7 +148,7 @@ def _value(lint: LintContext, key: str, name: str, entry: Entry) -> Any:
     if name == "sharding_strategy":
         strategy = spelling.choice(value, spelling.STRATEGIES)
         if strategy is None:
-            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
+            lint.report_value("FSD206", f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}", entry)
         return strategy or "full_shard"
     if name == "backward_prefetch":
         text = str(value).upper()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import STRATEGIES, hybrid_mesh
+from fsdptool.config.canonical import STRATEGIES, STRATEGY_NAMES, hybrid_mesh
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.values import read_boolean, word_of_truth
 from fsdptool.files.tree import Entry, Node, to_python
@@ -151,7 +151,7 @@ def _legacy_under_1(
         strategy = STRATEGIES.get(str(value).upper())
         if strategy is None:
             lint.set(name, "full_shard", entry=entry)
-            lint.report_value("FSD206", f"{key} {value!r} is not a sharding strategy", entry)
+            lint.report_value("FSD206", f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}", entry)
             return
         lint.set(name, strategy, entry=entry)
         if str(value).isdigit():
