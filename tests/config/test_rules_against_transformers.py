@@ -235,3 +235,47 @@ def test_any_combination_means_what_transformers_makes_of_it(seed: int, tmp_path
         arguments = {"output_dir": "o", "fsdp": choose.choice(SWITCHES), "fsdp_config": config}
         path.write_text(json.dumps(arguments, indent=1))
         check_explained(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        (
+            "t.yaml",
+            "fsdp: fsdp2\nfsdp_config: {version: 2}\n",
+            "full_shard, shard_grad_op, offload, auto_wrap",
+        ),
+        (
+            "t.yaml",
+            "fsdp: zero9 auto_wrap\nfsdp_config: {version: 2}\n",
+            "full_shard, shard_grad_op, offload",
+        ),
+        ("t.json", '{"version": 1, "reshard_after_forward": "most"}', "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD"),
+        (
+            "a.yaml",
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_sharding_strategy: most}\n",
+            "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+        ),
+        (
+            "a.sh",
+            "accelerate launch --use_fsdp --fsdp_version 1 --fsdp_sharding_strategy most x.py\n",
+            "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD",
+        ),
+    ],
+)
+def test_a_refused_word_comes_with_the_words_there_are(
+    tmp_path: Path, name: str, text: str, values: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    messages = [item.message for item in read_settings(path).diagnostics if item.code == "FSD206"]
+    assert any(f"is one of {values}" in item or f"is not one of {values}" in item for item in messages), (
+        messages
+    )
+
+
+def test_fsdp2_as_a_word_is_told_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("fsdp: fsdp2\nfsdp_config: {version: 2}\n")
+    (finding,) = (item for item in read_settings(path).diagnostics if item.code == "FSD206")
+    assert (finding.help or "").startswith("write fsdp: true")

@@ -205,3 +205,27 @@ def test_the_conformance_test_passes_what_ships(reference: str) -> None:
     (verdict,) = assert_conforms(registry.load_registry().get(family), flavours=[flavour])
     assert verdict.problems == ()
     assert verdict.wrap
+
+
+@pytest.mark.parametrize("package", ["torchaudio", "not_a_package"])
+def test_a_class_whose_package_is_missing_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
+) -> None:
+    """transformers puts a stand-in of its own kind in the place of a class whose packages are missing."""
+    import transformers
+    from transformers.utils.import_utils import DummyObject
+
+    name = "HiggsAudioV2TokenizerModel"
+    stand_in = DummyObject(name, (), {"_backends": ["torch", package]})
+    monkeypatch.setattr(sys.modules["fsdptool.families.bases.families"], "find_spec", absent(package))
+    monkeypatch.setitem(vars(transformers), name, stand_in)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "higgs_audio_v2_tokenizer", "architectures": [name]}))
+    assert run(["detect", str(path), "--no-cache"]) == 2
+    said = capsys.readouterr().err
+    assert f"{name} needs {package}, which is not installed" in said
+    assert f"pip install {package}" in said
+
+
+def absent(package: str) -> Callable[[str], Any]:
+    return lambda name: None if name == package else object()

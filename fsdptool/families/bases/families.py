@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -315,14 +316,19 @@ def load_class(library: str, name: str) -> Any:
         ) from None
     except Exception as error:
         raise ModelError(f"{name}: {one_line(error)}") from error
-    # Stand-ins for classes whose packages are missing say so themselves when they are built.
-    stand_in = ".dummy_" in getattr(value, "__module__", "")
-    if not stand_in and not (isinstance(value, type) and issubclass(value, nn.Module)):
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return value
+    # A stand-in for a class whose packages are missing names them (transformers 5.23, diffusers 0.42).
+    if needed := getattr(value, "_backends", None):
+        absent = [name for name in needed if find_spec(name) is None] or needed
         raise ModelError(
-            f"{name} is not the class of a model",
-            help="set 'architectures' or '_class_name' to the class that is trained",
+            f"{name} needs {' and '.join(absent)}, which is not installed",
+            help=f"pip install {' '.join(absent)}",
         )
-    return value
+    raise ModelError(
+        f"{name} is not the class of a model",
+        help="set 'architectures' or '_class_name' to the class that is trained",
+    )
 
 
 def remote_class(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import STRATEGIES, hybrid_mesh
+from fsdptool.config.canonical import STRATEGIES, STRATEGY_NAMES, hybrid_mesh
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate.values import read_boolean, word_of_truth
 from fsdptool.files.tree import Entry, Node, to_python
@@ -170,7 +170,7 @@ def _legacy_under_1(lint: LintContext, key: str, name: str, value: Any, entry: E
             lint.set(name, "full_shard", entry=entry)
             lint.report_value(
                 "FSD206",
-                f"{key} {value!r} is not a sharding strategy",
+                f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}",
                 entry,
                 meant.upper() if meant else None,
                 safe=False,

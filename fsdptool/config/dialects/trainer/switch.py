@@ -11,6 +11,9 @@ from fsdptool.config.dialects.trainer.values import strategy_under_1
 from fsdptool.files.tree import Entry, to_python
 from fsdptool.records.diagnostic import Edit
 
+_WORDS = ("full_shard", "shard_grad_op", "offload", "auto_wrap")
+"""The words of the legacy form that FSDP2 has a meaning for."""
+
 
 def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> None:
     """``fsdp`` as text or list: translated by transformers as long as the words are exactly its own."""
@@ -86,7 +89,7 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
         )
     else:
         fixed = [spelling.normal(part) for item in items for part in item.replace(",", " ").split()]
-        known = all(part in ("full_shard", "shard_grad_op", "offload", "auto_wrap") for part in fixed)
+        known = all(part in _WORDS for part in fixed)
         edits = (
             lint.editor.replace(switch.node, " ".join(fixed))
             if known and isinstance(switch.node.value, str)
@@ -94,8 +97,9 @@ def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str
         )
         lint.report_value(
             "FSD206",
-            f"fsdp: {word!r} is not understood; transformers 5.23 raises an error",
+            f"fsdp: {word!r} is not one of {', '.join(_WORDS)}; transformers 5.23 raises an error",
             switch,
+            help=None if edits is not None else "write fsdp: true, and version and options in fsdp_config",
             edits=edits,
             fix=f"write {' '.join(fixed)}",
         )

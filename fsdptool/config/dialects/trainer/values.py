@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import LEGACY_DEFAULTS, STRATEGIES, WRITTEN
+from fsdptool.config.canonical import LEGACY_DEFAULTS, STRATEGIES, STRATEGY_NAMES, WRITTEN
 from fsdptool.config.context import LintContext
 from fsdptool.config.dialects.accelerate import values
 from fsdptool.config.dialects.accelerate.fsdp1 import PREFETCHES
@@ -125,7 +125,9 @@ def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
         strategy_under_1(lint, strategy, entry)
         if strategy is None:
             lint.report_value(
-                "FSD206", f"under version 1 reshard_after_forward is a strategy name, not {value!r}", entry
+                "FSD206",
+                f"under version 1 reshard_after_forward is one of {', '.join(STRATEGY_NAMES)}, not {value!r}",
+                entry,
             )
         return
     values.read_reshard(lint, entry, "reshard_after_forward")
