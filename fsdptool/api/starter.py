@@ -120,16 +120,14 @@ def look_at(path: str, objective: Objective) -> DataLook:
     rows = list(itertools.islice(open_source(data_section).rows(), _ROWS + 1))
     if not rows:
         raise ConfigError(f"--data {path} has no rows", help="name another file or folder")
-    samples: int | None
-    characters: int | None
     written = sum(len(json.dumps(row, default=str, ensure_ascii=False)) for row in rows)
+    samples: int | None = None
+    characters: int | None = None
     if len(rows) <= _ROWS:
         samples, characters = len(rows), written
-    elif source == "parquet":
-        samples = characters = None
-    else:
-        size = sum(file.stat().st_size for file in files if kinds.get(file.suffix.lower()) == source)
-        samples, characters = size * len(rows) // written, size
+    elif source != "parquet":
+        characters = sum(file.stat().st_size for file in files if kinds.get(file.suffix.lower()) == source)
+        samples = characters * len(rows) // written
     look = _rows(data_section, objective, rows[:_ROWS])
     return replace(look, samples=samples, characters=characters)
 
@@ -287,7 +285,7 @@ def prepare_starter(
     emission = from_plan(plan, trust_remote_code=trust_remote_code)
     assert emission.recipe is not None
     recipe = _with_data(emission.recipe, spec, look)
-    steps = _run_steps(recipe, look, emission.settings.num_processes)
+    steps = _run_steps(recipe, look, emission.settings.num_processes or 1)
     recipe = _saving(recipe, _save_interval(steps, chosen_candidate(plan).step_seconds))
     if recipe.method.name == "lora":
         recipe = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=2e-4))
@@ -336,8 +334,9 @@ def _save_interval(steps: int | None, seconds: float | None) -> int:
         every = min(max(every, 60.0 / seconds), 1800.0 / seconds)
     if steps is not None:
         every = min(every, steps / 2)
-    scale = 10 ** max(math.floor(math.log10(max(every, 1.0))), 0)
-    return max(digit * scale for digit in (1, 2, 5) if digit * scale <= max(every, 1.0))
+    every = max(every, 1.0)
+    scale = int(10 ** math.floor(math.log10(every)))
+    return max(digit * scale for digit in (1, 2, 5) if digit * scale <= every)
 
 
 _USUAL_INTERVAL = 100

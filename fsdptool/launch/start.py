@@ -140,7 +140,7 @@ class StartOptions:
 
 
 def run_folder(recipe: Path, output: Path | None) -> Path:
-    """Return the folder of a run: what was asked for, or that of the recipe."""
+    """Return the folder of a run: the requested one, or that of the recipe."""
     return (output or Path("runs") / recipe.stem).absolute()
 
 

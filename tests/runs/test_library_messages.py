@@ -76,6 +76,20 @@ def test_every_message_is_known_or_listed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+SERIOUS = {"RUN035", "RUN068", "RUN128", "RUN131", "RUN138", "RUN145", "RUN146", "RUN147"}
+"""Causes that a library warns of, and goes on to a failure or to wrong results."""
+
+
+@pytest.mark.usefixtures("tested")
+def test_a_warning_is_not_taken_for_a_failure() -> None:
+    depths = {item.code: item.depth for item in signatures()}
+    for message in library_messages():
+        for code in codes(message.filled("8"), "UserWarning") if not message.raised else ():
+            assert (depths[code] == 4) != (code in SERIOUS), message
+        for code in codes(message.filled("8")) if message.raised else ():
+            assert depths[code] < 4, message
+
+
 @pytest.mark.usefixtures("tested")
 def test_nothing_is_listed_that_the_libraries_no_longer_say() -> None:
     said = {(message.file, message.text) for message in library_messages()}
