@@ -247,8 +247,8 @@ def _has_ended(events: Iterable[Mapping[str, Any]]) -> bool:
     started = [event for event in events if event.get("kind") == "started"]
     if not started or started[-1].get("node") != os.uname().nodename:
         return False
-    pid = started[-1].get("pid")
-    return count(pid) is not None and not is_running(pid)
+    pid = count(started[-1].get("pid"))
+    return pid is not None and not is_running(pid)
 
 
 def is_locked(path: Path) -> bool:
@@ -354,7 +354,7 @@ def find_run_folders(roots: Iterable[Path], *, depth: int = 3) -> Iterator[Path]
         depth: Levels of folders below each root that are searched; run folders are not searched themselves.
     """
     for root in roots:
-        # What is no file is listed as unreadable, not passed over.
+        # Anything else than a file is listed as unreadable, not passed over.
         if os.path.lexists(root / RUN):
             yield root
         elif depth > 0:
