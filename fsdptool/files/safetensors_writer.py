@@ -13,8 +13,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.text import UnreadableError, open_regular
 from fsdptool.files.values import load_json
@@ -219,7 +220,7 @@ def digest_file(path: Path) -> Written:
         return Written(os.fstat(stream.fileno()).st_size, sha256)
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     """Open a file as :func:`open_regular`; anything else raises ``OSError``."""
     try:
         return open_regular(path)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any
 
 from fsdptool.errors import StorageError
 
@@ -248,7 +248,7 @@ def reachable(path: Path) -> bool:
     return allowed is None or allowed(path)
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> io.BufferedReader:
     """Open a regular file for reading: the one way in for every file that somebody else may have written.
 
     A pipe without a writer is not waited for, and a device without an end is refused; what a shell

@@ -355,7 +355,7 @@ def find_run_folders(roots: Iterable[Path], *, depth: int = 3) -> Iterator[Path]
         depth: Levels of folders below each root that are searched; run folders are not searched themselves.
     """
     for root in roots:
-        # What is no file is listed as unreadable, not passed over.
+        # Anything else than a file is listed as unreadable, not passed over.
         if os.path.lexists(root / RUN):
             yield root
         elif depth > 0:
