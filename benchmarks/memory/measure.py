@@ -45,11 +45,20 @@ STEPS = 2
 
 
 class Undaunted(Stepper):
-    """Takes every step: over ``fake`` ranks, gathered values are whatever memory contained."""
+    """Takes every step: over ``fake`` ranks, gathered values are whatever memory contained.
 
-    def _agree(self, total: Any, sums: Any, stop: int) -> _Agreed:
-        super()._agree(total, sums, stop)
-        return _Agreed(1.0, 1.0, 0, {})
+    Such ranks say nothing, either: they need what this one needs.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if dist.get_backend() == "fake":
+            ranks = self.session.world_size
+            self.order._exchange = lambda wanted: [wanted] * ranks  # type: ignore[method-assign]
+
+    def _agree(self, total: Any, sums: Any, stop: int, *, unused: bool = False) -> _Agreed:
+        super()._agree(total, sums, stop, unused=unused)
+        return _Agreed(1.0, 1.0, unused, 0, {})
 
 
 def measure(setting: Setting, inputs: RunInputs | None = None) -> dict[str, Any]:

@@ -33,8 +33,7 @@ from cases import CASES, inputs_for, prepare_case
 from paired import head
 from pool import Pool
 from ranks import share
-from test_uneven_parameters import on_one_rank, on_ranks
-from uneven_cases import UNEVEN, WAYS, Way, recipe
+from uneven_cases import UNEVEN, WAYS, Way, on_one_rank, on_ranks, recipe
 
 from fsdptool.distributed.session import open_session
 from fsdptool.records.recipe import Recipe
@@ -98,7 +97,8 @@ def timed(folder: Path, chosen: Recipe, rounds: int) -> list[tuple[float, float]
     inputs = inputs_for(CASES["causal"], folder, chosen)
     session = open_session(inputs.settings)
     assembled = assemble(inputs, session)
-    stepper, units = assembled.stepper, assembled.stepper.order._units
+    stepper: Any = assembled.stepper
+    units = stepper.order._units
     used = stepper._used
     kept = [(unit.group.unshard, unit.group.post_backward) for unit in units]
     batches = share(session, 0, "causal", 4, torch.float32)
