@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from cases import CASES, inputs_for, prepare_case
 from paired import head
 from pool import Pool
 from ranks import share
-from test_uneven_parameters import on_one_rank, on_ranks
-from uneven_cases import UNEVEN, WAYS, Way, recipe
+from uneven_cases import UNEVEN, WAYS, Way, on_one_rank, on_ranks, recipe
 
 from fsdptool.distributed.session import open_session
 from fsdptool.records.recipe import Recipe
@@ -98,8 +98,13 @@ def timed(folder: Path, chosen: Recipe, rounds: int) -> list[tuple[float, float]
     inputs = inputs_for(CASES["causal"], folder, chosen)
     session = open_session(inputs.settings)
     assembled = assemble(inputs, session)
-    stepper, units = assembled.stepper, assembled.stepper.order._units
-    used = stepper._used
+    stepper: Any = assembled.stepper
+    units = stepper.order._units
+    used, kept_order = stepper._used, stepper.order.micro_batch
+
+    def nothing(*kind: Any) -> Any:
+        return nullcontext()
+
     kept = [(unit.group.unshard, unit.group.post_backward) for unit in units]
     batches = share(session, 0, "causal", 4, torch.float32)
 
@@ -115,9 +120,9 @@ def timed(folder: Path, chosen: Recipe, rounds: int) -> list[tuple[float, float]
         with_order = ten()
         for unit in units:
             unit.group.unshard, unit.group.post_backward = unit.gather, unit.reduce
-        stepper.order._units, stepper._used = [], list
+        stepper.order.micro_batch, stepper._used = nothing, list
         without = ten()
-        stepper.order._units, stepper._used = units, used
+        stepper.order.micro_batch, stepper._used = kept_order, used
         for unit, (unshard, post_backward) in zip(units, kept, strict=True):
             unit.group.unshard, unit.group.post_backward = unshard, post_backward
         pairs.append((with_order, without))

@@ -94,14 +94,27 @@ class _Unit:
         return _GATHER_AGAIN if group.unshard_in_backward else None
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part or a copy of it: a reduction is a copy, too."""
+        mesh: Any = self.group.mesh_info
+        return bool(mesh.mesh.size() == 1)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether ``post_backward`` has something to reduce."""
         # HSDP's sums that wait for their all-reduce are held by all ranks alike.
         waiting = self.group.all_reduce_grads and self.group._partial_reduce_output is not None
         return waiting or any(map(_has_gradient, self.trained))
 
-    def complete(self) -> list[Any]:
-        """Give every trained parameter without a gradient zeros; returns the others."""
+    def prepare(self, *, zeros: bool) -> set[int]:
+        """Make gradients ready to be reduced: of one dtype, and zeros for parameters without one.
+
+        Args:
+            zeros: Whether other ranks may have a gradient of these.
+
+        Returns:
+            The parameters with a gradient of this rank, by ``id``.
+        """
         trained = self.trained
         used = [item for item in trained if _has_gradient(item)]
         # Sums that wait unsharded are in the reduction's dtype, new gradients in the compute dtype.
@@ -111,22 +124,22 @@ class _Unit:
             if wide:
                 item.to_accumulated_grad_if_needed()
         for item in trained:
-            if not _has_gradient(item):
+            if zeros and not _has_gradient(item):
                 parameter = item._unsharded_param
                 if wide:
                     item.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=item.reduce_dtype)
                 else:
                     parameter.grad = torch.zeros_like(parameter)
-        return used
+        return {id(item.sharded_param) for item in used}
 
-    def stand_in(self, kind: int) -> list[Any]:
+    def stand_in(self, kind: int) -> set[int]:
         """Join a collective of the others; returns the parameters whose gradients of ours it took along."""
         if kind != _REDUCE:
             self._stand_in_gather(kind)
-            return []
+            return set()
         if not all(hasattr(item, "_unsharded_param") for item in self.group.fsdp_params):
             self._stand_in_gather(_GATHER)  # of one rank: nobody hears of it
-        used, group = self.complete(), self.group
+        used, group = self.prepare(zeros=True), self.group
         kept = group._training_state, group.reshard_after_backward
         group.reshard_after_backward = False
         self.reduce()
@@ -167,13 +180,11 @@ class _Unit:
             item.sharded_state = before
 
     def rest(self) -> None:
-        """End what came after this rank's own backward: its device waits, and only shards are kept."""
+        """End a reduction that came after this rank's own last backward: its device waits for it."""
         group = self.group
         group.finalize_backward()
         # Every reduction has been waited for. torch 2.11 keeps one input, until the next reduction.
         getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
-        if group.is_sharded_post_forward:
-            group._to_sharded()
 
 
 def _has_gradient(item: Any) -> bool:
@@ -205,7 +216,7 @@ class CollectiveOrder:
         session: This rank.
 
     Attributes:
-        used: The sharded parameters, by ``id``, whose gradients this rank computed since ``forget_used``.
+        used: The sharded parameters, by ``id``, whose gradients this rank computed; the step clears them.
     """
 
     def __init__(self, models: Sequence[nn.Module], session: Session) -> None:
@@ -221,14 +232,8 @@ class CollectiveOrder:
         self._seen: list[_Collective] = []
         self._own: list[list[_Collective]] = []
         self._even = True
-        if session.world_size > 1:
-            for model in models:
-                self._add(model)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether ranks that once differed agree on each collective."""
-        return self._differs
+        for model in models:
+            self._add(model)
 
     def _add(self, model: nn.Module) -> None:
         paths = {id(module): path for path, module in model.named_modules()}
@@ -257,9 +262,11 @@ class CollectiveOrder:
             unit.gather(async_op)
 
         def post_backward(*unused: Any) -> None:
-            if self._course is not None and unit.group.reduce_grads and unit.has_gradients:
-                self._wait_for(_Collective(_REDUCE, index))
-                self.used.update(id(item.sharded_param) for item in unit.complete())
+            if unit.group.reduce_grads and unit.has_gradients:
+                shared = self._course is not None and not unit.alone
+                if shared:
+                    self._wait_for(_Collective(_REDUCE, index))
+                self.used |= unit.prepare(zeros=shared)
             unit.reduce(*unused)
 
         unit.group.unshard, unit.group.post_backward = unshard, post_backward
@@ -275,7 +282,7 @@ class CollectiveOrder:
         Raises:
             WorkerError: This rank needs a collective that the settled order lacks.
         """
-        if not self._units:
+        if self._session.world_size == 1:
             yield
             return
         for root in self._roots:
@@ -315,8 +322,7 @@ class CollectiveOrder:
 
     def _stand_in(self, collectives: Sequence[_Collective]) -> None:
         for collective in collectives:
-            used = self._units[collective.unit].stand_in(collective.kind)
-            self.used.update(id(item.sharded_param) for item in used)
+            self.used |= self._units[collective.unit].stand_in(collective.kind)
 
     def _agree(self, wanted: _Collective | None) -> list[_Collective]:
         """Tell all ranks what this one needs next (None: nothing); returns those it stood in for before."""
@@ -352,8 +358,9 @@ class CollectiveOrder:
         else:
             served = self._agree(None)
             self._learn(course)
-        for unit in {collective.unit for collective in served}:
-            self._units[unit].rest()
+        if self._roots[0]._state_ctx.is_last_backward:
+            for unit in {collective.unit for collective in served if collective.kind == _REDUCE}:
+                self._units[unit].rest()
 
     def _learn(self, course: _Course) -> None:
         order = tuple(self._seen)
@@ -369,10 +376,6 @@ class CollectiveOrder:
         """Whether all units of each model that ran are in an order: others would come as a surprise."""
         ran = {item.unit for item in order}
         return all(units <= ran or not units & ran for units in self._sets)
-
-    def forget_used(self) -> None:
-        """Begin a step."""
-        self.used.clear()
 
 
 def _first(proposals: Sequence[_Collective | None], places: dict[_Collective, int]) -> _Collective | None:

@@ -266,13 +266,13 @@ def expert_modules(anatomy: Anatomy) -> tuple[str, ...]:
 
 
 def _holds_experts(census: Census, path: str) -> bool:
-    children = census.children[path]
+    children = [child for child in census.children[path] if census.size(child)]
     shapes = {
         tuple((name[len(child) :], census.parameters[name].shape) for name in census.below(child))
         for child in children
     }
     classes = {census.modules[child].class_name for child in children}
-    if len(children) < 2 or len(classes) > 1 or len(shapes) > 1 or not all(shapes):
+    if len(children) < 2 or len(classes) > 1 or len(shapes) > 1:
         return False
     own = census.modules[path]
     if any(map(_EXPERT.search, (path.rpartition(".")[2], own.class_name, *classes))):
@@ -309,8 +309,8 @@ def _uneven(anatomy: Anatomy) -> Iterator[Diagnostic]:
     if experts := expert_modules(anatomy):
         yield _warn(
             EXPERT_MODULES,
-            f"{_some(list(experts), 'list')} of experts that are modules: where a loop calls only those that a"
-            " token chose, ranks have gradients of different experts, and FSDP2 averages them by position",
+            f"{_some(list(experts), 'list')} of experts that are modules: where a loop calls only those that"
+            " a token chose, ranks have gradients of different experts, and FSDP2 averages them by position",
             "train with `fsdptool train`, which fills in zeros; elsewhere make the model call every expert,"
             " or use a class with fused experts",
         )

@@ -94,8 +94,8 @@ LINES = {
     "RUN010": "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for send"
     " operation to complete",
     "RUN011": "  what():  [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456]"
-    " op.preamble.length <= op.nbytes. 200000 vs 20. Received data size doesn't match expected size. Is there a"
-    " distributed collective mismatch in your code?",
+    " op.preamble.length <= op.nbytes. 200000 vs 20. Received data size doesn't match expected size. Is there"
+    " a distributed collective mismatch in your code?",
     "RUN013": "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234",
     "RUN015": "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000",
     "RUN016": "torch.AcceleratorError: CUDA error: invalid device ordinal",

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reference
 import torch
 from cases import CASES
 from pool import Pool
-from uneven_cases import UNEVEN, WAYS, Batch, Way, micro_batch, recipe, train
+from uneven_cases import UNEVEN, WAYS, Batch, Way, micro_batch, on_one_rank, on_ranks, recipe, train
 
-from fsdptool.records.recipe import Optimizer, Recipe, Sharding
+from fsdptool.records.recipe import Optimizer, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -42,31 +41,6 @@ RUNS = [
     ("qwen2-vl", "hybrid"),
 ]
 """One of each kind; benchmarks/training/uneven_parameters.py runs the rest, thirty steps."""
-
-
-def on_one_rank(pool: Pool, name: str, way: Way, folder: Path, chosen: Recipe, steps: int) -> dict[str, Any]:
-    """Train the same global batches on one rank, where no collective is."""
-    alone = Way(1, way.count, method=way.method, optimizer=way.optimizer)
-    found: dict[str, Any] = pool.run(
-        train, 1, name, alone, folder, dataclasses.replace(chosen, sharding=Sharding()), steps
-    )[0]
-    return found
-
-
-def on_ranks(
-    pool: Pool, name: str, way: Way, folder: Path, chosen: Recipe, steps: int
-) -> list[dict[str, Any]]:
-    """Train on the way's ranks; with a stop, in two processes each."""
-    if way.stop is None:
-        return pool.run(train, way.ranks, name, way, folder, chosen, steps)
-    run = folder / "run"
-    run.mkdir()
-    before = pool.run(train, way.ranks, name, way, folder, chosen, way.stop, str(run))
-    after = pool.run(train, way.ranks, name, way, folder, chosen, steps, str(run))
-    return [
-        {**later, **{key: earlier[key] + later[key] for key in ("losses", "norms")}}
-        for earlier, later in zip(before, after, strict=True)
-    ]
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from cases import Case, inputs_for, recipe_for, write_model
 from context_cases import Numbered
+from pool import Pool
 from ranks import replica_hash, weights_of
 from torch import nn
 
@@ -389,3 +390,28 @@ def train(
 def share(session: Session, count: int, of: Callable[[int], Batch]) -> list[Batch]:
     """Return this rank's micro-batches of a global step."""
     return [of(index) for index in range(count) if index % session.data_ranks == session.data_rank]
+
+
+def on_one_rank(pool: Pool, name: str, way: Way, folder: Path, chosen: Recipe, steps: int) -> dict[str, Any]:
+    """Train the same global batches on one rank, where no collective is."""
+    alone = Way(1, way.count, method=way.method, optimizer=way.optimizer)
+    found: dict[str, Any] = pool.run(
+        train, 1, name, alone, folder, dataclasses.replace(chosen, sharding=Sharding()), steps
+    )[0]
+    return found
+
+
+def on_ranks(
+    pool: Pool, name: str, way: Way, folder: Path, chosen: Recipe, steps: int
+) -> list[dict[str, Any]]:
+    """Train on the way's ranks; with a stop, in two processes each."""
+    if way.stop is None:
+        return pool.run(train, way.ranks, name, way, folder, chosen, steps)
+    run = folder / "run"
+    run.mkdir()
+    before = pool.run(train, way.ranks, name, way, folder, chosen, way.stop, str(run))
+    after = pool.run(train, way.ranks, name, way, folder, chosen, steps, str(run))
+    return [
+        {**later, **{key: earlier[key] + later[key] for key in ("losses", "norms")}}
+        for earlier, later in zip(before, after, strict=True)
+    ]
