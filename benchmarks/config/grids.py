@@ -84,7 +84,8 @@ COUNTS = (
 )  # fmt: skip
 STATE_DICTS = (
     "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT",
-    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
+    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true",
+    "SHARDED-STATE-DICT", "-1",
 )  # fmt: skip
 STRATEGIES = (
     "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",

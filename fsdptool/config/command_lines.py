@@ -254,30 +254,31 @@ class _Reader:
             source = self.files.read(name)
         except UnreadableError as error:
             self.findings.append((error.code, f"{name}: {error.message}", at, None))
-            return self._lost()
+            self.known = False
+            return None
         if isinstance(source, str):
             self.findings.append(("FSD116", f"{what} {name} is not read: it {source}", at, None))
-            return self._lost()
+            self.known = False
+            return None
         reader = load_registry().get(dialect) if dialect is not None else None
         try:
             document = parse_json_source(source) if json else parse_source(source, reader)
         except ParseError as error:
             where = f", line {source.place(error.index)[0]}" if error.index is not None else ""
             self.findings.append((error.code, f"{source.path}{where}: {error.message}", at, None))
-            return self._lost()
+            self.known = False
+            return None
         if document.root is None or document.root.kind != "map":
             self.findings.append(
                 ("FSD107", f"{source.path}: it does not contain `key: value` pairs", at, None)
             )
-            return self._lost()
+            self.known = False
+            return None
         if Path(source.path or "") != Path(name):
             self.findings.append(("FSD117", f"{what} {name} is read from {source.path}", at, None))
         _mark(document.root, Included(source, at))
         self.read_files.append(str(source.path))
         return document
-
-    def _lost(self) -> None:
-        self.known = False
 
     # accelerate launch
 
@@ -399,7 +400,7 @@ class _Reader:
             root = parse_json_source(source).root
         except ParseError as error:
             self.findings.append((error.code, f"--fsdp_config: {error.message}", node, None))
-            self._lost()
+            self.known = False
             return node
         assert root is not None
         _mark(root, Included(source, node))

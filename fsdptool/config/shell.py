@@ -221,11 +221,16 @@ def _spans(text: str, start: int, end: int) -> list[tuple[int, int]]:
         elif character == "#" and (index == start or text[index - 1].isspace()):
             line = text.find("\n", index, end)
             index = end if line < 0 else line
-        elif character in "\n;|()" or (character == "&" and _separates(text, index)):
-            if character != "\n" or not _continues(text, index + 1, end):
+        elif character == "\n":
+            blank = _BLANK.match(text, index, end)
+            after = blank.end() if blank is not None else index + 1
+            if _FLAG_LINE.match(text, after, end) is None:
                 spans.append((begin, index))
-                begin = index + 1
-            index += 1
+                begin = after
+            index = after
+        elif character in ";|()" or (character == "&" and _separates(text, index)):
+            spans.append((begin, index))
+            index = begin = index + 1
         else:
             index += 1
     spans.append((begin, end))
@@ -237,11 +242,8 @@ def _separates(text: str, index: int) -> bool:
     return text[index - 1 : index] != ">" and text[index + 1 : index + 2] != ">"
 
 
-_MORE = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\r?\n)*[ \t]*--?[A-Za-z]")
-
-
-def _continues(text: str, index: int, end: int) -> bool:
-    return _MORE.match(text, index, end) is not None
+_BLANK = re.compile(r"\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*")
+_FLAG_LINE = re.compile(r"[ \t]*--?[A-Za-z]")
 
 
 def _quoted(text: str, index: int, end: int) -> int:
@@ -372,10 +374,14 @@ def _parsed(text: str, command: Command, index: int) -> Command:
             word = _shell_word(text, index, end)
             index = max(word.end, index + 1)
             if launches and command.script is None:
-                if "$" in word.raw:  # a variable may hold more flags
-                    variable = word
-                else:
+                if "$" not in word.raw or command.program != "accelerate":
                     command.script = word
+                else:  # a variable may hold more flags
+                    variable = word
+            elif (
+                launches and "$" in str(command.script and command.script.raw) and word.value.endswith(".py")
+            ):
+                command.script = word  # the variable held flags of the launcher
             else:
                 command.words.append(word)
         count += 1
@@ -409,8 +415,10 @@ def _value(text: str, index: int, limit: int) -> Node:
         if node.raw.count(text[index]) == 2 and node.raw.endswith(text[index]):
             return Node("scalar", node.start, node.end, node.value, style=node.style, raw=str(node.value))
         return node
-    node = _word(text[:limit], index) if text[index : index + 1] == "[" else _shell_word(text, index, limit)
-    return node
+    if text[index : index + 1] == "[":
+        node = _word(text, index)
+        return node if node.end <= limit else _shell_word(text, index, limit)
+    return _shell_word(text, index, limit)
 
 
 def _word(text: str, index: int, *, command: bool = False) -> Node:
