@@ -625,7 +625,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     here = [name for name in PROGRAMS if name != "simpletuner" or simpletuner_oracle.folder()]
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "config-grids",
         "python": platform.python_version(),
         "versions": {

@@ -278,8 +278,14 @@ def _parts(config: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if hasattr(type(part), "sub_configs")}
 
 
-@cache
 def _declared(config_class: Any) -> frozenset[str]:
+    """Return the names that a configuration class reads (a class of any kind is a key of the cache)."""
+    names: frozenset[str] = _names_of(config_class)
+    return names
+
+
+@cache
+def _names_of(config_class: Any) -> frozenset[str]:
     """Return the names that a configuration class reads: fields, arguments, aliases, and old spellings."""
     names = set(config_class.attribute_map) | set(config_class.sub_configs)
     if dataclasses.is_dataclass(config_class):
