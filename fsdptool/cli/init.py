@@ -40,7 +40,10 @@ def command(
         str | None,
         typer.Option("--data", help="Training data: file or folder, or the Hugging Face id of a dataset."),
     ] = None,
-    method: Annotated[str, typer.Option("--method", help="Method: full, lora or qlora.")] = "full",
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="Method: full, lora or qlora (default: full, lora for an adapter)."),
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="GPU; default: this machine's GPU, or its CPU if it has none.")
     ] = None,
@@ -63,7 +66,7 @@ def command(
     from fsdptool.api.starter import prepare_starter
     from fsdptool.errors import ConfigError
 
-    if method not in ("full", "lora", "qlora"):
+    if method not in (None, "full", "lora", "qlora"):
         raise ConfigError(f"--method {method!r} is not supported here", help="choose full, lora or qlora")
     paths = (output / "recipe.yaml", output / "accelerate.yaml")
     for path in paths:

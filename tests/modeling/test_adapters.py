@@ -352,3 +352,17 @@ def test_a_plan_says_that_it_does_not_read_adapters_from_other_programs_files(
     codes = [item.code for item in read_request(options).diagnostics]
     assert codes.count("PLN016") == 1
     assert "PLN016" not in [item.code for item in read_request({**options, "method": "lora"}).diagnostics]
+
+
+def test_init_writes_a_recipe_that_trains_the_adapter(tmp_path: Path) -> None:
+    from fsdptool.cli.app import run
+    from fsdptool.config.recipe import given_keys, read_recipe
+
+    folder = str(write_adapter(tmp_path, LLAMA, QV | TABLES | {"use_dora": True}))
+    assert run(["init", folder, "-o", str(tmp_path), "--seq-len", "32"]) == 0
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    lora = recipe.method.lora
+    assert lora is not None
+    assert (lora.rank, lora.use_dora, lora.modules_to_save) == (4, True, ("embed_tokens", "lm_head"))
+    # The file gives what the adapter says, so reading it beside the adapter changes nothing.
+    assert adapted(recipe, resolve(folder), given_keys(tmp_path / "recipe.yaml")) == recipe
