@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +78,7 @@ def command(
     from fsdptool.families.registry import load_registry
     from fsdptool.inspection import examine
     from fsdptool.inspection.document import View, detect_document
+    from fsdptool.modeling.units import detected
     from fsdptool.source import resolve
 
     spec = resolve(
@@ -91,12 +91,7 @@ def command(
     inspection = examine(
         spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh
     )
-    published = None
-    if spec.adapter is not None:
-        from fsdptool.modeling.units import with_adapter
-
-        published = inspection.anatomy
-        inspection = replace(inspection, anatomy=with_adapter(published, use_cache=not no_cache).anatomy)
+    inspection, published = detected(inspection, use_cache=not no_cache)
     views: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
     document = detect_document(
         inspection,

@@ -225,7 +225,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
-    """Open the weights of an adapter that training continues from, or return None where it starts anew.
+    """Open the weights of an adapter that training continues from, or return None where there are none.
 
     Args:
         spec: Of an adapter, or of a model.
@@ -255,7 +255,7 @@ def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
                     f"{spec.adapter_weights} does not fit the adapter that its configuration describes:"
                     f" {tensors}: {shown}",
                     help="load the adapter with the installed peft and save it again, or set model.weights:"
-                    " random to start anew",
+                    " random to train a new one",
                 )
         return found
 
@@ -276,5 +276,5 @@ def random_start_notes(
         base = f"the base of {name}" if spec.adapter is not None else name
         notes.append(f"{base} has no safetensors weights on this machine: it starts at random")
     if spec.adapter is not None and spec.adapter_weights is None and choice.weights == "auto":
-        notes.append(f"{name} has no weights of its own on this machine: the adapter starts anew")
+        notes.append(f"{name} has no weights of its own on this machine: training starts with a new adapter")
     return tuple(notes)

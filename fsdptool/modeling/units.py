@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fsdptool.inspection.api import Inspection
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
     from fsdptool.records.tensor_plan import TensorPlan
@@ -123,6 +124,19 @@ def with_adapter(anatomy: Anatomy, *, use_cache: bool = True) -> TrainedModel:
     choice = ModelChoice(anatomy.spec.reference.id, dtype="float32")
     trained = as_trained(anatomy, adapted(Recipe(choice), anatomy.spec), use_cache=use_cache)
     return dataclasses.replace(trained, anatomy=resized(trained.anatomy))
+
+
+def detected(inspection: Inspection, *, use_cache: bool = True) -> tuple[Inspection, Anatomy | None]:
+    """Return an inspection with the adapter that its reference is, and the anatomy without it (or None).
+
+    Raises:
+        ConfigError: The adapter does not suit its base.
+    """
+    published = inspection.anatomy
+    if published.spec.adapter is None:
+        return inspection, None
+    adapted_one = with_adapter(published, use_cache=use_cache).anatomy
+    return dataclasses.replace(inspection, anatomy=adapted_one), published
 
 
 def _restored(data: Any, published: Anatomy) -> TrainedModel | None:

@@ -184,7 +184,7 @@ def check_continues(recipe: Recipe, spec: ModelSpec) -> None:
         if recipe.model.weights == "pretrained" or start in _CONTINUED:
             raise ConfigError(
                 f"{name} has no adapter_model.safetensors on this machine, from which a run could go on",
-                help="download the whole adapter, or set model.weights: random to start anew",
+                help="download the whole adapter, or set model.weights: random to train a new one",
             )
         return
     if not spec.adapter_weights.endswith(".safetensors"):
@@ -199,5 +199,5 @@ def check_continues(recipe: Recipe, spec: ModelSpec) -> None:
             raise ConfigError(
                 f"method.lora.{field.name} is {to_json(ours)}, but the weights of {name} were made with"
                 f" {to_json(theirs)}",
-                help="leave it out to continue from them, or set model.weights: random to start anew",
+                help="leave it out to continue from them, or set model.weights: random to train a new one",
             )

@@ -101,7 +101,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
     model.requires_grad_(False)
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            # A plan is no place for peft's advice, and what matters of it is refused below.
+            # peft's advice does not belong in a plan, and what matters of it is refused below.
             warnings.simplefilter("ignore")
             inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, re.error) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fsdptool.inspection.document import View, detect_document
@@ -34,21 +33,17 @@ def detect(
     """
     from fsdptool.families.registry import load_registry
     from fsdptool.inspection import examine
+    from fsdptool.modeling.units import detected
     from fsdptool.source import resolve
 
     progress("resolving the reference")
     spec = resolve(reference, revision=revision, component=component)
     progress("building the model without weights")
     views: tuple[View, ...] = ("leaves", "tree", "where")
-    inspection = detected = examine(spec)
+    inspection = plain = examine(spec)
     if wrap:
         inspection = examine(spec, wrap=tuple(wrap))
-    published = None
-    if spec.adapter is not None:
-        from fsdptool.modeling.units import with_adapter
-
-        published = inspection.anatomy
-        inspection = replace(inspection, anatomy=with_adapter(published).anatomy)
+    inspection, published = detected(inspection)
     document = detect_document(
         inspection,
         world_size=world_size,
@@ -57,4 +52,4 @@ def detect(
         published=published,
         diagnostics=load_registry().diagnostics,
     )
-    return {"document": document, "detected": list(detected.anatomy.wrap.classes)}
+    return {"document": document, "detected": list(plain.anatomy.wrap.classes)}
