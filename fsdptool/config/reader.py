@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,7 @@ def read_settings(
         if written_in is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
             return failed(code, message, source.path, source, root.start)
-    judge = partial(
+    judge: Callable[..., Reading] = partial(
         _judge, source, document, written_in, comments, failed,
         consumer=consumer, target=target, environment=environment or {}, model=model, hardware=hardware,
     )  # fmt: skip

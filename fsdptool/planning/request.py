@@ -234,7 +234,9 @@ def read_request_settings(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, .
 
     reading = read_settings(path)
     if reading.written_in is None or "fsdptool" in reading.written_in.consumers:
-        reading = read_settings(path, consumer="fsdptool")  # other programs' files are judged for these
+        own = read_settings(path, consumer="fsdptool")  # other programs' files are judged for these
+        if not any(item.code == "FSD114" for item in own.diagnostics):  # as are their command lines
+            reading = own
     errors = [item for item in reading.diagnostics if item.severity == "error"]
     if errors or reading.settings is None:
         first = errors[0] if errors else None

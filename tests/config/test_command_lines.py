@@ -51,6 +51,8 @@ FILES = {
     "gpus": FSDP2.replace(": FSDP", ": MULTI_GPU"),
 }
 
+ADDRESS = "--main_process_ip 1.2.3.4 --main_process_port 29999"
+
 # What transformers' own distributed tests launch, in our words, and what else people override.
 LAUNCHES = [
     ("fsdp2", "--num_processes 2"),
@@ -59,7 +61,7 @@ LAUNCHES = [
     ("fsdp2", "--num_processes 2 --fsdp_reshard_after_forward false"),
     ("fsdp2", "--num_processes 2 --fsdp_offload_params true --fsdp_activation_checkpointing true"),
     ("fsdp2", "--num_processes 2 --mixed_precision fp16 --debug"),
-    ("fsdp2", "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip 1.2.3.4 --main_process_port 29999"),
+    ("fsdp2", f"--num_processes 4 --num_machines 2 --machine_rank 1 {ADDRESS}"),
     ("fsdp2", "--num_processes 2 --fsdp_version 1 --fsdp_sharding_strategy SHARD_GRAD_OP"),
     ("fsdp2", "--num_processes 2 --fsdp-transformer-layer-cls-to-wrap Qwen2DecoderLayer,Other"),
     ("fsdp2", "--num_processes 2 --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 2000"),
@@ -261,7 +263,8 @@ LAUNCHERS = [
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_scripts_flags_are_training_arguments(folder: Path, launcher: str) -> None:
     written(folder, json.dumps(CONFIG), "conf/fsdp.json")
-    line = f'{launcher} train/sft.py --bf16=True --fsdp="full_shard auto_wrap" \\\n  --fsdp_config=conf/fsdp.json\n'
+    switch = '--fsdp="full_shard auto_wrap"'
+    line = f"{launcher} train/sft.py --bf16=True {switch} \\\n  --fsdp_config=conf/fsdp.json\n"
     for text in (line, "#!/bin/bash\nset -e\n# don't stop\nexport WANDB=off\ncd x\n" + line + "echo done\n"):
         reading = read_settings(written(folder, text))
         assert (reading.consumer.name, reading.dialect, codes(reading)) == ("trainer", "flags", [])
@@ -341,8 +344,8 @@ def test_the_trainer_overrides_what_accelerate_sets(folder: Path) -> None:
     """Both layers: accelerate exports first, then TrainingArguments pass a plugin of their own."""
     written(folder, FSDP1.replace("SHARDED", "FULL") + "  fsdp_offload_params: true\n", "a.yaml")
     written(folder, json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}), "g.json")
-    line = "accelerate launch --config_file a.yaml --num_processes 2 t.py --fsdp full_shard --fsdp_config g.json\n"
-    reading = read_settings(line)
+    launcher = "accelerate launch --config_file a.yaml --num_processes 2"
+    reading = read_settings(f"{launcher} t.py --fsdp full_shard --fsdp_config g.json\n")
     ours = explained(reading)
     assert reading.consumer.name == "trainer" and not codes(reading) and not codes(reading, "warning")
     assert (ours["fsdp_version"], ours["state_dict_type"], ours["num_processes"]) == (2, "sharded", 2)
@@ -361,44 +364,78 @@ def test_accelerate_launches_a_trainer_without_flags_of_fsdp(folder: Path) -> No
 
 # Programs with command lines of their own.
 
-AXOLOTL = "base_model: m\ndatasets: [{path: a, type: alpaca}]\nfsdp_version: 2\nfsdp_config:\n  state_dict_type: FULL_STATE_DICT\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  transformer_layer_cls_to_wrap: LlamaDecoderLayer\n  reshard_after_forward: true\n"
+AXOLOTL = """\
+base_model: m
+datasets: [{path: a, type: alpaca}]
+fsdp_version: 2
+fsdp_config:
+  state_dict_type: FULL_STATE_DICT
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  reshard_after_forward: true
+"""
 TRL = "model_name_or_path: m\ndataset_name: d\npacking: true\n"
-TITAN = "[model]\nname = 'llama3'\n[training]\nlocal_batch_size = 2\n[parallelism]\ndata_parallel_replicate_degree = 2\n"
+TITAN = (
+    "[model]\nname = 'llama3'\n[training]\nlocal_batch_size = 2\n"
+    "[parallelism]\ndata_parallel_replicate_degree = 2\n"
+)
 TUNE = "model:\n  _component_: torchtune.models.llama3.llama3_8b\ndtype: bf16\nfsdp_cpu_offload: false\n"
-FACTORY = "stage: sft\nfinetuning_type: full\ntemplate: qwen\ncutoff_len: 10\nfsdp: full_shard auto_wrap\nfsdp_config: g.json\n"
-FRONT = [
+FACTORY = "stage: sft\nfinetuning_type: full\ntemplate: qwen\ncutoff_len: 10\n"
+NAMED = {
+    "axolotl.yaml": AXOLOTL,
+    "trl.yaml": TRL,
+    "titan.toml": TITAN,
+    "tune.yaml": TUNE,
+    "factory.yaml": FACTORY + "fsdp: full_shard auto_wrap\nfsdp_config: g.json\n",
+    "factory2.yaml": FACTORY,
+    "g.json": '{"version": 2, "cpu_offload": true}',
+    "args.json": '{"output_dir": "o", "bf16": true, "fsdp": true, "fsdp_config": {"version": 2}}',
+}
+TUNED = "tune run --nproc_per_node 4 full_finetune_distributed --config tune.yaml"
+TITANIC = "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file titan.toml"
+REPLICAS = "--parallelism.data_parallel_replicate_degree 4"
+LAUNCHED = "accelerate launch --config_file fsdp2.yaml --num_processes 2"
+# The command, who reads what it names, and settings that it has.
+FRONT: list[tuple[str, str, dict[str, Any]]] = [
     ("axolotl train axolotl.yaml", "axolotl", {"fsdp_version": 2, "reshard_after_forward": True}),
     ("axolotl train axolotl.yaml --launcher torchrun -- --nproc_per_node 8", "axolotl", {"fsdp_version": 2}),
-    ("accelerate launch -m axolotl.cli.train axolotl.yaml", "axolotl", {"wrap_classes": ["LlamaDecoderLayer"]}),
-    ("python -m axolotl.cli.train axolotl.yaml", "axolotl", {"state_dict_type": "full"}),
+    ("accelerate launch -m axolotl.cli.train axolotl.yaml", "axolotl", {"state_dict_type": "full"}),
+    ("python -m axolotl.cli.train axolotl.yaml", "axolotl", {"wrap_classes": ["LlamaDecoderLayer"]}),
     ("torchrun --nproc_per_node 8 -m axolotl.cli.train axolotl.yaml", "axolotl", {"fsdp_version": 2}),
-    ("trl sft --config trl.yaml --accelerate_config fsdp2", "trl", {"fsdp_version": 2, "num_processes": 8}),
-    ("trl sft --config trl.yaml --accelerate_config fsdp2.yaml --num_processes 4", "accelerate", {"num_processes": 4, "mixed_precision": "bf16"}),
+    ("trl sft --config trl.yaml --accelerate_config fsdp2", "trl", {"num_processes": 8}),
+    (
+        "trl sft --config trl.yaml --accelerate_config fsdp2.yaml --num_processes 4",
+        "accelerate",
+        {"num_processes": 4, "mixed_precision": "bf16"},
+    ),
     ("trl dpo --config trl.yaml --fsdp --fsdp_config g.json", "trl", {"cpu_offload": True}),
     ("llamafactory-cli train factory.yaml", "llamafactory", {"cpu_offload": True}),
-    ("FORCE_TORCHRUN=1 llamafactory-cli train factory.yaml bf16=true", "llamafactory", {"mixed_precision": "bf16"}),
+    (
+        "FORCE_TORCHRUN=1 llamafactory-cli train factory.yaml bf16=true",
+        "llamafactory",
+        {"mixed_precision": "bf16"},
+    ),
     ("torchrun --nproc_per_node 2 src/train.py factory.yaml", "llamafactory", {"fsdp_version": 2}),
-    ("tune run --nproc_per_node 4 full_finetune_distributed --config tune.yaml", "torchtune", {"cpu_offload": False}),
-    ("tune run --nproc_per_node 4 full_finetune_distributed --config tune.yaml fsdp_cpu_offload=True", "torchtune", {"cpu_offload": True}),
-    ("torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file titan.toml", "torchtitan", {"dp_replicate": 2}),
-    ("torchrun torchtitan/train.py --job.config_file=titan.toml --parallelism.data_parallel_replicate_degree 4", "torchtitan", {"dp_replicate": 4}),
-    ("accelerate launch --config_file fsdp2.yaml --num_processes 2 src/train.py factory2.yaml", "accelerate", {"fsdp_version": 2}),
+    (TUNED, "torchtune", {"cpu_offload": False}),
+    (f"{TUNED} fsdp_cpu_offload=True", "torchtune", {"cpu_offload": True}),
+    (TITANIC, "torchtitan", {"dp_replicate": 2}),
+    (
+        f"torchrun torchtitan/train.py --job.config_file=titan.toml {REPLICAS}",
+        "torchtitan",
+        {"dp_replicate": 4},
+    ),
+    (f"{LAUNCHED} src/train.py factory2.yaml", "accelerate", {"fsdp_version": 2}),
     ("torchrun train.py args.json", "trainer", {"fsdp_version": 2}),
-    ("accelerate launch --config_file fsdp1.yaml train.py --fsdp_enable=true --model_family=flux", "simpletuner", {"fsdp_version": 2}),
+    (f"{LAUNCHED} train.py --fsdp_enable=true --model_family=flux", "simpletuner", {"fsdp_version": 2}),
     ("simpletuner train --fsdp_enable --model_family flux", "simpletuner", {"fsdp_version": 2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "consumer", "settings"), FRONT)
 def test_the_files_of_other_programs_are_read(
     folder: Path, line: str, consumer: str, settings: dict[str, Any]
 ) -> None:
-    for name, text in {
-        "axolotl.yaml": AXOLOTL, "trl.yaml": TRL, "titan.toml": TITAN, "tune.yaml": TUNE,
-        "factory.yaml": FACTORY, "factory2.yaml": FACTORY.partition("fsdp:")[0],
-        "g.json": json.dumps({"version": 2, "cpu_offload": True}),
-        "args.json": json.dumps({"output_dir": "o", "bf16": True, "fsdp": True, "fsdp_config": {"version": 2}}),
-    }.items():  # fmt: skip
+    for name, text in NAMED.items():
         written(folder, text, name)
     reading = read_settings(written(folder, line + "\n"))
     assert (reading.consumer.name, codes(reading)) == (consumer, []), reading.diagnostics
@@ -444,8 +481,8 @@ def test_every_command_of_a_script_is_judged(folder: Path) -> None:
     [
         'srun bash -c "accelerate launch --config_file fsdp2.yaml --num_processes 2 t.py"\n',
         'LAUNCHER="accelerate launch --config_file fsdp2.yaml --num_processes 2"\n$LAUNCHER t.py --fsdp_x\n',
-        "docker run -v $PWD:/w img accelerate launch --config_file=fsdp2.yaml --num_processes 2 t.py | tee log\n",
-        "accelerate launch \\\n    --config_file fsdp2.yaml \\\n    # the ranks\n    --num_processes 2 \\\n    t.py\n",
+        "docker run -v $PWD i accelerate launch --config_file=fsdp2.yaml --num_processes 2 t.py | tee l\n",
+        "accelerate launch \\\n  --config_file fsdp2.yaml \\\n  # ranks\n  --num_processes 2 \\\n  t.py\n",
         "accelerate launch\n  --config_file fsdp2.yaml\n  --num_processes 2\n  t.py\n",
         "accelerate launch --config_file 'fsdp2.yaml' --num_processes 2 t.py >log 2>&1 &\nwait\n",
         "accelerate launch $ARGS --config_file fsdp2.yaml --num_processes 2 t.py\r\n",
@@ -482,3 +519,21 @@ def test_migrating_a_line_names_the_file_to_migrate(folder: Path) -> None:
     assert after is not None
     written(folder, after, "fsdp1.yaml")
     assert read_settings(path).version == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("torchrun a.py " + "--a [ " * 6000 + "\n", ["FSD105"]),
+        ("accelerate launch --config_file fsdp2.yaml --num_processes 2 a.py\n" * 500, ["FSD117"]),
+        ("python x.py\n" + "\n" * 100_000, ["FSD113"]),
+        ("bash -c \"torchrun x.py 'torchrun " * 5000, None),
+    ],
+    ids=["flags", "commands", "blanks", "quotes"],
+)
+def test_endless_scripts_are_bounded_and_harm_no_later_reading(
+    folder: Path, text: str, found: list[str] | None
+) -> None:
+    reading = read_settings(text + "\n")
+    assert found is None or [item.code for item in reading.diagnostics] == found
+    assert read_settings("torchrun t.py --fsdp\n").dialect == "flags"

@@ -244,7 +244,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("check_quantize_moe_experts", f"{TOP}quantize_moe_experts: true\n", "requires adapter: lora or qlora"),
     (
         "check_quantize_moe_experts",
-        f"{TOP}adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q]\nquantize_moe_experts: true\n",
+        f"{TOP}adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_modules: [q]\n"
+        "quantize_moe_experts: true\n",
         "requires load_in_4bit or load_in_8bit",
     ),
     (
