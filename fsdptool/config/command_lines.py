@@ -19,7 +19,15 @@ from fsdptool.config.dialects import detect_dialect, load_registry, parse_source
 from fsdptool.config.dialects.accelerate.keys import DETAILS as PARALLELISM_DETAILS
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
-from fsdptool.config.shell import Command, configures, find_commands, parse_command, parse_environment, plain
+from fsdptool.config.shell import (
+    MOST,
+    Command,
+    configures,
+    find_commands,
+    parse_command,
+    parse_environment,
+    plain,
+)
 from fsdptool.files.json_tree import parse_json_source
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, Entry, Included, Node, ParseError, walk
@@ -174,7 +182,13 @@ def read_lines(source: SourceText, files: NamedFiles | None = None) -> list[Line
     reader = _Reader(source, files or default_files(source.path))
     if not commands:
         return [reader.line(parse_command(source.text))]
-    return [reader.line(command) for command in strong or chosen or commands[:1]]
+    lines = [reader.line(command) for command in strong or chosen or commands[:1]]
+    if len(commands) == MOST:
+        message = f"the first {MOST} commands are judged"
+        lines[0].findings.append(
+            ("FSD117", message, _at(commands[-1]), "check the others in a file of their own")
+        )
+    return lines
 
 
 def _states(command: Command) -> bool:
@@ -190,6 +204,7 @@ class _Reader:
     def __init__(self, source: SourceText, files: NamedFiles) -> None:
         self.source = source
         self.files = files
+        self.environment = self._assigned()
         self.findings: list[tuple[str, str, Node, str | None]] = []
         self.known = True
         self.replaced: list[Entry] = []
@@ -200,7 +215,7 @@ class _Reader:
         self.findings, self.known, self.replaced, self.read_files = [], True, [], []
         line = self._line(command)
         line.findings, line.known, line.replaced = self.findings, self.known, self.replaced
-        line.environment, line.files = self._assigned(), tuple(self.read_files)
+        line.environment, line.files = self.environment, tuple(self.read_files)
         return line
 
     def _line(self, command: Command) -> Line:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
 
 from fsdptool.files.tree import Document, Entry, Node, ParseError
 
@@ -20,6 +22,7 @@ _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
 _LIMIT = 5000
+MOST = 50
 _NEST = 4
 """How deep quotes are looked into: ``srun bash -c "torchrun ..."``."""
 
@@ -90,6 +93,7 @@ class Command:
         arguments: Flags behind the script.
         words: Words behind the script (or the verb) that are no flags.
         start, end: Characters of the text that it takes.
+        cut: Where reading stopped at too many flags, or None.
     """
 
     program: str
@@ -100,6 +104,7 @@ class Command:
     script: Node | None = None
     arguments: list[Entry] = field(default_factory=list)
     words: list[Node] = field(default_factory=list)
+    cut: int | None = None
 
     def flag(self, *names: str) -> Entry | None:
         """Return the last flag of one of the names, with hyphens or underscores, wherever it stands."""
@@ -120,7 +125,7 @@ def sniff(text: str) -> str | None:
     first = head.lstrip()[:400]
     if first.startswith("--") and not first.startswith(("---", "--\n")):
         return "flags"
-    commands = [] if _NO_COMMAND.match(first) and not text.startswith("#!") else find_commands(text)
+    commands = () if _NO_COMMAND.match(first) and not text.startswith("#!") else find_commands(text)
     assigned = _VARIABLES.search(head) and not re.search(r"^[A-Za-z_]+:\s", head, re.MULTILINE)
     if assigned and not any(map(configures, commands)):
         return "flags" if " --" in head and "launch" in head and not commands else "env"
@@ -149,7 +154,10 @@ def parse_flags(text: str) -> Document:
     ...`` these are the launcher's own: what stands behind the script is the script's, and may bear the same
     names. Flags alone are a command, too.
     """
-    commands = find_commands(text) or [parse_command(text)]
+    commands = find_commands(text) or (parse_command(text),)
+    cut = next((item.cut for item in commands if item.cut is not None), None)
+    if cut is not None:
+        raise ParseError("FSD105", f"more than {_LIMIT:,} flags", cut)
     command = next(filter(configures, commands), commands[0])
     entries = command.flags if command.program in ("accelerate", "") else command.arguments
     root = Node("map", 0, len(text), entries=entries)
@@ -173,13 +181,17 @@ def configures(command: Command) -> bool:
     )
 
 
-def find_commands(text: str) -> list[Command]:
-    """Return the commands of a shell script (or of one line) that start a training, in their order."""
+@lru_cache(maxsize=4)
+def find_commands(text: str) -> tuple[Command, ...]:
+    """Return the commands of a shell script (or of one line) that start a training, in their order.
+
+    There are ``MOST`` of them at most: a text with more is no script of a person.
+    """
     if not _HINT.search(text):
-        return []
+        return ()
     first = text.lstrip()[:1]
     spans = [(0, len(text))] if first == "-" else _spans(text, 0, len(text))
-    return list(_found(text, spans, _NEST))
+    return tuple(islice(_found(text, spans, _NEST), MOST))
 
 
 def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Command]:
@@ -386,7 +398,8 @@ def _parsed(text: str, command: Command, index: int) -> Command:
                 command.words.append(word)
         count += 1
         if count > _LIMIT:
-            raise ParseError("FSD105", f"more than {_LIMIT:,} flags", index)
+            command.cut = index
+            break
     return command
 
 

@@ -519,3 +519,21 @@ def test_migrating_a_line_names_the_file_to_migrate(folder: Path) -> None:
     assert after is not None
     written(folder, after, "fsdp1.yaml")
     assert read_settings(path).version == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("torchrun a.py " + "--a [ " * 6000 + "\n", ["FSD105"]),
+        ("accelerate launch --config_file fsdp2.yaml --num_processes 2 a.py\n" * 500, ["FSD117"]),
+        ("python x.py\n" + "\n" * 100_000, ["FSD113"]),
+        ("bash -c \"torchrun x.py 'torchrun " * 5000, None),
+    ],
+    ids=["flags", "commands", "blanks", "quotes"],
+)
+def test_endless_scripts_are_bounded_and_harm_no_later_reading(
+    folder: Path, text: str, found: list[str] | None
+) -> None:
+    reading = read_settings(text + "\n")
+    assert found is None or [item.code for item in reading.diagnostics] == found
+    assert read_settings("torchrun t.py --fsdp\n").dialect == "flags"
