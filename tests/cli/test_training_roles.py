@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +19,7 @@ from fsdptool.config.recipe import read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import TRANSFORMERS, FlowMatching
 from fsdptool.families.protocol import Objective
+from fsdptool.launch.start import StartOptions, open_run
 from fsdptool.planning.plan import chosen_candidate, inputs_of, make_plan
 from fsdptool.planning.request import Request
 
@@ -192,3 +197,56 @@ def test_data_that_do_not_suit(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         look_at(str(rows(tmp_path / name, row)), objective_named(objective))
+
+
+SMALL_RUN = """\
+model: {reference: "qwen3:tiny"}
+data: {source: synthetic}
+batch: {micro_batch: 1, sequence_length: 16}
+steps: 400
+"""
+
+
+def test_nobody_starts_over_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(SMALL_RUN)
+    assert run(["emit-config", "--preset", "cpu", "-o", "fsdp.yaml"]) == 0
+    command = ["train", "recipe.yaml", "--config", "fsdp.yaml", "--cpu", "--dry-run", "--resume", "auto"]
+    assert run(command) == 0, "there is no run yet, as in the first start of a job script"
+    with open_run(Path("recipe.yaml"), Path("fsdp.yaml"), StartOptions(cpu=True, predict=False)) as ready:
+        folder = ready.folder
+    assert run(command) == 0, "no step was made"
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n + 1}}}\n' for n in range(158)))
+    capsys.readouterr()
+    assert run(command) == 2
+    said = capsys.readouterr().err
+    assert f"error: no checkpoint exists in {folder}: 158 steps are lost\n" in said
+    assert "--start-over" in said
+    assert run([*command, "--start-over"]) == 0
+    assert run([*command[:-2], "--start-over"]) == 2, "it belongs to --resume auto"
+    for answer, status in (("n", 2), ("y", 0)):
+        assert _at_terminal(command, answer) == status
+    (folder / "checkpoints" / "step-00000100").mkdir()
+    assert run(command) == 0
+
+
+def _at_terminal(command: list[str], answer: str) -> int:
+    """Run a command at a terminal, answer its question, and return its status."""
+    here, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdptool", *command], stdin=there, stdout=subprocess.DEVNULL, stderr=there
+    )
+    os.close(there)
+    said = b""
+    while b"start over?" not in said:
+        said += os.read(here, 4096)
+    assert b"158 steps are lost" in said
+    os.write(here, f"{answer}\n".encode())
+    with contextlib.suppress(OSError):
+        while os.read(here, 4096):
+            pass
+    status = process.wait()
+    os.close(here)
+    return status
