@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from sites import Site, form_fields
 
+from fsdptool.config.fixes import repair
 from fsdptool.config.reader import read_settings
 
 MISSPELT = """\
@@ -162,3 +165,49 @@ def test_project_settings_above_a_root_do_not_count(site: Site, tmp_path: Path) 
     assert "misspelt.yaml" in site.get("/configs", folder="models")
     (site.folder / "fsdptool.toml").write_text('exclude = ["*.yaml"]\nbaseline = "../baseline.json"\n')
     assert "misspelt.yaml" not in site.get("/configs", folder="models")
+
+
+LINE = "accelerate launch --config_file {} --num_processes 2 train.py\n"
+
+
+def test_a_command_line_is_read_with_files_below_the_roots_only(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "secret.yaml").write_text(FSDP1)
+    (site.folder / "link.yaml").symlink_to(tmp_path / "secret.yaml")
+    (site.folder / "deep").mkdir()
+    (site.folder / "deep" / "own.yaml").write_text(FSDP1)
+    for name in ("../../secret.yaml", str(tmp_path / "secret.yaml"), "../link.yaml", "link.yaml"):
+        (site.folder / "deep" / "run.sh").write_text(LINE.format(name))
+        page = site.get("/configs/file", file="models/deep/run.sh")
+        assert "FSD116" in page and "FSD301" not in page
+    # Beside the line, or from the root; what the file says now counts.
+    for name in ("own.yaml", "deep/own.yaml"):
+        (site.folder / "deep" / "run.sh").write_text(LINE.format(name))
+        assert "FSD301" in site.get("/configs/file", file="models/deep/run.sh")
+    (site.folder / "deep" / "own.yaml").write_text(migrated(FSDP1))
+    assert "FSD301" not in site.get("/configs/file", file="models/deep/run.sh")
+
+
+def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> None:
+    """The child process that plans is told the roots."""
+    (tmp_path / "secret.yaml").write_text(migrated(FSDP1))
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "run.sh").write_text(LINE.format("../secret.yaml"))
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom fsdptool.web import worker\n"
+        "from fsdptool.planning.request import read_request_settings\n"
+        "def read(self):\n  try:\n    print(read_request_settings(Path(sys.argv[2])), file=sys.stderr)\n"
+        "  except Exception as error:\n    print(error.message, file=sys.stderr)\n"
+        "worker._Worker.serve = read\nworker.main(lambda: None, sys.argv[1:2])\n"
+    )
+    for roots, word in ((root, "settings could be read"), (tmp_path, "FsdpSettings")):
+        answer = subprocess.run(
+            [sys.executable, "-c", code, str(roots), str(root / "run.sh")],
+            input="", capture_output=True, text=True, cwd=root, check=False,
+        )  # fmt: skip
+        assert word in answer.stderr, answer.stderr
+
+
+def migrated(text: str) -> str:
+    """Return an FSDP1 file as FSDP2."""
+    return repair(read_settings(text), unsafe=True).after.text
