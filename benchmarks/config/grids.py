@@ -84,7 +84,8 @@ COUNTS = (
 )  # fmt: skip
 STATE_DICTS = (
     "SHARDED_STATE_DICT", "full_state_dict", "Local_State_Dict", "FULL_STATE_DICT", "LOCAL_STATE_DICT",
-    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true", "SHARDED-STATE-DICT", "-1",
+    "FULL", "sharded", "1", "2", "3", "4", "0", "", "None", "none", "null", "dcp", "true",
+    "SHARDED-STATE-DICT", "-1",
 )  # fmt: skip
 STRATEGIES = (
     "FULL_SHARD", "full_shard", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2",
@@ -624,6 +625,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     here = [name for name in PROGRAMS if name != "simpletuner" or simpletuner_oracle.folder()]
+    programs = {name: summary(judge(name)) for name in options.program or here}
     result = {
         "benchmark": "config-grids",
         "python": platform.python_version(),
@@ -631,7 +633,7 @@ def main() -> int:
             **{name: metadata.version(name) for name in ("accelerate", "transformers", "torch", "PyYAML")},
             **({"simpletuner": "4.8.0"} if simpletuner_oracle.folder() else {}),
         },
-        "programs": {name: summary(judge(name)) for name in options.program or here},
+        "programs": programs,
         "by_definition": {
             code if isinstance(code, str) else f"{code[0]} {code[1]}": why
             for code, why in BY_DEFINITION.items()
@@ -641,7 +643,7 @@ def main() -> int:
     sys.stdout.write(text)
     if options.output:
         options.output.write_text(text, encoding="utf-8")
-    return 1 if any(item["wrong"] for item in result["programs"].values()) else 0
+    return 1 if any(item["wrong"] for item in programs.values()) else 0
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def repair(
                 break
             reading, done = step
             applied.extend(done)
-    assert reading.source is not None
     if applied:
         reading = withhold_refused(reading, **arguments)
+    assert reading.source is not None
     return Repaired(before, reading.source, reading, tuple(applied))
 
 
@@ -107,9 +107,9 @@ def repair_selected(
         if index is not None and result is not None:
             applied.append(_applied(reading, index))
             reading = result
-    assert reading.source is not None
     if applied:
         reading = withhold_refused(reading, **arguments)
+    assert reading.source is not None
     return Repaired(before, reading.source, reading, tuple(applied))
 
 

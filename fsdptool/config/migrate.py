@@ -140,8 +140,8 @@ def _leftovers(reading: Reading) -> Iterable[str]:
     for item in reading.diagnostics:
         if item.code in ("FSD302", "FSD303", "FSD334") and item.severity != "info":
             yield (
-                f"the file already states version 2, so nothing is migrated: {item.message}. If it was written "
-                "for FSDP1, change the version to 1 and migrate again"
+                f"the file already states version 2, so nothing is migrated: {item.message}. If it was "
+                "written for FSDP1, change the version to 1 and migrate again"
             )
             return
 

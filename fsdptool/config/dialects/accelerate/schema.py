@@ -150,11 +150,11 @@ def accelerate_schema() -> dict[str, Any]:
     )
     description = (
         "What accelerate 1.15 reads, strictly: unknown nested keys, which accelerate drops silently, are "
-        "refused, and so are spellings that accelerate parses but nobody needs (numbers of enumerations, numbers "
-        "as text). fsdptool validate also checks what a schema cannot express: meshes against process counts, the "
-        "model, the hardware, and how PyYAML (YAML 1.1) reads the text. A checker that reads YAML 1.2 passes "
-        "`mixed_precision: no`, `fsdp_min_num_params: 1e8` and `fsdp_version: 2.0`, at which accelerate stops, and "
-        "takes yes, no, on and off for text."
+        "refused, and so are spellings that accelerate parses but nobody needs (numbers of enumerations, "
+        "numbers as text). fsdptool validate also checks what a schema cannot express: meshes against "
+        "process counts, the model, the hardware, and how PyYAML (YAML 1.1) reads the text. A checker that "
+        "reads YAML 1.2 passes `mixed_precision: no`, `fsdp_min_num_params: 1e8` and `fsdp_version: 2.0`, at "
+        "which accelerate stops, and takes yes, no, on and off for text."
     )
     return compose(NAME, "accelerate configuration for FSDP2", {"description": description, **body}, {})
 

@@ -156,7 +156,7 @@ def judge_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any
         message = f"{key}: {shown} is treated as {str(truth).lower()}"
         lint.report_value("FSD207", message, entry, truth)
         return
-    kind = {str: "text", list: "list"}.get(type(value), "number")
+    kind = "text" if isinstance(value, str) else "list" if isinstance(value, list) else "number"
     lint.report_value(
         "FSD337",
         f"{key} is the {kind} {value!r}, which is treated as {str(truth).lower()}",
