@@ -625,14 +625,15 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     here = [name for name in PROGRAMS if name != "simpletuner" or simpletuner_oracle.folder()]
-    result: dict[str, Any] = {
+    programs = {name: summary(judge(name)) for name in options.program or here}
+    result = {
         "benchmark": "config-grids",
         "python": platform.python_version(),
         "versions": {
             **{name: metadata.version(name) for name in ("accelerate", "transformers", "torch", "PyYAML")},
             **({"simpletuner": "4.8.0"} if simpletuner_oracle.folder() else {}),
         },
-        "programs": {name: summary(judge(name)) for name in options.program or here},
+        "programs": programs,
         "by_definition": {
             code if isinstance(code, str) else f"{code[0]} {code[1]}": why
             for code, why in BY_DEFINITION.items()
@@ -642,7 +643,7 @@ def main() -> int:
     sys.stdout.write(text)
     if options.output:
         options.output.write_text(text, encoding="utf-8")
-    return 1 if any(item["wrong"] for item in result["programs"].values()) else 0
+    return 1 if any(item["wrong"] for item in programs.values()) else 0
 
 
 if __name__ == "__main__":

@@ -71,11 +71,10 @@ def repair(
                 break
             reading, done = step
             applied.extend(done)
-    assert reading.source is not None
-    changed = reading.source
     if applied:
         reading = withhold_refused(reading, **arguments)
-    return Repaired(before, changed, reading, tuple(applied))
+    assert reading.source is not None
+    return Repaired(before, reading.source, reading, tuple(applied))
 
 
 def repair_selected(
@@ -108,11 +107,10 @@ def repair_selected(
         if index is not None and result is not None:
             applied.append(_applied(reading, index))
             reading = result
-    assert reading.source is not None
-    changed = reading.source
     if applied:
         reading = withhold_refused(reading, **arguments)
-    return Repaired(before, changed, reading, tuple(applied))
+    assert reading.source is not None
+    return Repaired(before, reading.source, reading, tuple(applied))
 
 
 def selected(reading: Reading, selectors: Iterable[FindingSelector]) -> list[Diagnostic]:
