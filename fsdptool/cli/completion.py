@@ -222,7 +222,7 @@ _OWN: dict[tuple[str, str], Callable[[str], Iterable[str]]] = {
     ("families", "name"): _families,
     ("schema", "name"): _schemas,
     ("migrate", "to"): _dialects,
-    ("diagnose", "target"): _run_folders,
+    ("diagnose", "targets"): _run_folders,
     ("report", "source"): _run_folders,
     ("compare", "left"): _run_folders,
     ("compare", "right"): _run_folders,
