@@ -514,12 +514,14 @@ def _change_run(run: Path, rng: random.Random) -> None:
     if kind == 0:
         name = rng.choice((".lock", "logs/rank-00000.log", "logs/launcher.log", "events", "logs", *LINES))
         path = run / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         place_file(path, rng.randbytes(200), random.Random(rng.randrange(4)))
         return
     path = run / rng.choice(DOCUMENTS if kind < 4 else LINES)
-    text = path.read_text() if path.exists() else "{}"
-    path.unlink(missing_ok=True)
+    # A change before this one may have left something else there.
+    plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20
+    text = path.read_text(encoding="utf-8", errors="replace") if plain else "{}"
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     if kind < 4:
         try:
             document = mutated(json.loads(text), rng, rng.choice((1, 1, 2)))
@@ -529,7 +531,10 @@ def _change_run(run: Path, rng: random.Random) -> None:
         return
     lines = [line.encode() for line in text.splitlines()] or [b"{}"]
     for _ in range(rng.choice((1, 2, 5))):
-        line = json.loads(rng.choice(lines[:3]).decode("utf-8", "replace").strip() or "{}")
+        try:
+            line = json.loads(rng.choice(lines[:3]).decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            line = {"kind": "memory", "time": 1.0, "moments": {"backward": 5}}
         changed = as_text(mutated(line, rng, rng.choice((1, 1, 2))), rng, json_only=True)
         lines.insert(rng.randrange(3, len(lines) + 3), changed)
     place_file(path, b"\n".join(lines) + rng.choice((b"\n", b"", b'\n{"step": 3', b"\n\0\0\0")), rng)
