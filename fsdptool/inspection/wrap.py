@@ -1,10 +1,10 @@
 """Chooses wrap classes from structure: repetition first, names only as evidence. Torch-free.
 
 The rule (evidence and its errors: docs/detect.md): a candidate is a class whose instances lie side
-by side in a ModuleList, Sequential or ModuleDict, at least two of them with the same parameter
-names and shapes. The outermost candidates are blocks, except that stages and wrappers are stepped
-through: a class is a stage if lists of one class inside it (experts apart) hold 80 % of it, and a
-wrapper if its only child holds all of it.
+by side, in a ModuleList, Sequential or ModuleDict or as attributes of one module, at least two of
+them with the same parameter names and shapes. The outermost candidates are blocks, except that stages
+and wrappers are stepped through: a class is a stage if repetitions of one class inside it (experts
+apart) hold 80 % of it, and a wrapper if its only child holds all of it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class _Search:
     census: Census
     candidates: dict[str, float]
     """Class to the share that blocks inside it must hold to make it a stage."""
+    attributes: Collection[str]
+    """Those of them that repeat as attributes only."""
     chosen: dict[str, list[str]] = field(default_factory=dict)
     """Class to the outermost instances found by descending from the root."""
     through: set[str] = field(default_factory=set)
@@ -58,7 +60,8 @@ def choose(
     """
     barred = {census.modules[path].class_name for path in hookless}
     shares = {name: share for name, share in _candidates(census).items() if name not in barred}
-    search = _Search(census, shares)
+    attributes = _attribute_candidates(census) - shares.keys() - barred
+    search = _Search(census, shares | dict.fromkeys(attributes, STAGE_SHARE), attributes)
     _descend(search, "", False)
     classes, dropped = _keep(search)
     reasons = _structural_reasons(search, classes, dropped)
@@ -171,6 +174,33 @@ def _fills_a_list(census: Census, listed: list[str]) -> bool:
     )
 
 
+def _attribute_candidates(census: Census) -> set[str]:
+    """Return the classes of which a module holds several as attributes, at least two of them alike.
+
+    ``self.block0 = Block()``, ``self.block1 = Block()`` repeat as a list of them does.
+    """
+    return {
+        name
+        for name, paths in census.by_class.items()
+        if name not in CONTAINERS
+        for parent in {census.parent(path) for path in paths if not _among_experts(path)}
+        if _attributes(census, parent, name)
+    }
+
+
+def _attributes(census: Census, parent: str, name: str) -> list[str]:
+    """Return the instances of a class that one module holds as attributes, if two of them are alike."""
+    if census.modules[parent].class_name in CONTAINERS:
+        return []
+    siblings = [
+        path
+        for path in census.inner(parent)
+        if census.modules[path].class_name == name and not census.is_leaf(path)
+    ]
+    signatures = Counter(census.signature(path) for path in siblings)
+    return siblings if max(signatures.values(), default=0) >= 2 else []
+
+
 def _among_experts(path: str) -> bool:
     return "expert" in path.rpartition(".")[0].rpartition(".")[2].lower()
 
@@ -180,7 +210,10 @@ def _descend(search: _Search, path: str, stepped: bool) -> None:
     for child in census.inner(path):
         name = census.modules[child].class_name
         if name in search.candidates and not _among_experts(child):
-            if only := _wrapped(search, child):
+            if name in search.attributes and _holds_blocks(search, child):
+                search.through.add(name)
+                _descend(search, child, True)
+            elif only := _wrapped(search, child):
                 search.through.add(name)
                 inner = census.modules[only].class_name
                 search.chosen.setdefault(inner, []).append(only)
@@ -220,7 +253,41 @@ def _is_stage(search: _Search, path: str) -> bool:
             and not any(_among_experts(i) for i in items)
         ):
             blocks += items
+    for child in census.inner(path):
+        if child in _numbered(census, path, census.modules[child].class_name):
+            blocks.append(child)
     return bool(blocks) and census.union(blocks) >= share * census.size(path)
+
+
+def _holds_blocks(search: _Search, path: str) -> bool:
+    """Say whether an attribute is a stage or a tower: blocks, however deep, are half of it, tables apart."""
+    census = search.census
+    tables = [
+        item for item, module in census.modules.items() if module.embedding and item.startswith(f"{path}.")
+    ]
+    blocks = census.union(_blocks_below(search, path))
+    return blocks > 0 and blocks >= LOOSE_STAGE_SHARE * (census.size(path) - census.union(tables))
+
+
+def _blocks_below(search: _Search, path: str) -> list[str]:
+    """Return the outermost repetitions inside a module: in lists, or as numbered attributes."""
+    census = search.census
+    blocks: list[str] = []
+    for child in census.inner(path):
+        module = census.modules[child]
+        listed = module.listed and module.class_name in search.candidates and not census.is_leaf(child)
+        if listed or child in _numbered(census, path, module.class_name):
+            blocks.append(child)
+        elif not _among_experts(child):
+            blocks += _blocks_below(search, child)
+    return blocks
+
+
+def _numbered(census: Census, parent: str, name: str) -> list[str]:
+    """Return attributes that only a number tells apart, three or more: not the two attentions of a layer."""
+    siblings = _attributes(census, parent, name)
+    stems = {path.rpartition(".")[2].rstrip("0123456789") for path in siblings}
+    return siblings if len(siblings) >= 3 and len(stems) == 1 else []
 
 
 def _keep(search: _Search) -> tuple[list[str], dict[str, WrapReason]]:
@@ -253,7 +320,8 @@ def _structural_reasons(
     for name in classes:
         paths = search.chosen[name]
         share = census.union(paths) / max(census.total, 1)
-        text = f"{len(paths)} identical instances in a list hold {share:.1%} of the parameters"
+        where = "in a list" if any(census.modules[path].listed for path in paths) else "side by side"
+        text = f"{len(paths)} identical instances {where} hold {share:.1%} of the parameters"
         if name in search.after_stage:
             reasons[name] = ("repeated_in_stages", f"{text}; the enclosing stages hold little else")
         else:
@@ -332,4 +400,4 @@ def _why_left(
         return "different_each", f"{len(paths)} instances, no two with the same shapes"
     if prefixes and any(path.startswith(prefixes) for path in paths):
         return "inside_block", "is inside a selected block in most places"
-    return "unlisted", f"{len(paths)} instances, but not in a list"
+    return "unlisted", f"{len(paths)} instances, but not side by side"
