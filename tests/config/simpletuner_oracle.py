@@ -18,6 +18,7 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 import types
 import warnings
 from typing import Any
@@ -95,7 +96,8 @@ def _program() -> tuple[Any, Any, Any]:
     sys.path.insert(0, place)
     sys.meta_path.insert(0, _Finder(families))
     sys.meta_path.append(_Finder(frozenset()))
-    with warnings.catch_warnings():
+    # It opens a log in the folder it is started in.
+    with tempfile.TemporaryDirectory() as away, contextlib.chdir(away), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parser = importlib.import_module("simpletuner.helpers.configuration.cmd_args")
         json_file = importlib.import_module("simpletuner.helpers.configuration.json_file")
