@@ -29,14 +29,16 @@ class _Bare:
         self.process = TrainingArguments._process_fsdp_args
 
 
-def run_trainer(fsdp: Any, fsdp_config: Any) -> dict[str, Any] | str:
-    """Return the plugin's settings by our names, or how transformers stopped."""
+def run_trainer(
+    fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] | None = None
+) -> dict[str, Any] | str:
+    """Return the plugin's settings by our names, or how transformers stopped, with variables of a launcher."""
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("FSDP_", "ACCELERATE_"))}
-    with patch.dict(os.environ, clean, clear=True), warnings.catch_warnings():
+    with patch.dict(os.environ, clean | dict(environment or {}), clear=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             bare = _Bare(fsdp, fsdp_config)
