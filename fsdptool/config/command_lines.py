@@ -289,8 +289,9 @@ class _Reader:
             )
             self.known = False
             return None
-        if Path(source.path or "") != Path(name):
-            self.findings.append(("FSD117", f"{what} {name} is read from {source.path}", at, None))
+        if Path(source.path or "") != self.files.folders[0] / name:
+            advice = "the program looks in its working directory: run the command where the file is found"
+            self.findings.append(("FSD117", f"{what} {name} is read from {source.path}", at, advice))
         _mark(document.root, Included(source, at))
         self.read_files.append(str(source.path))
         return document
@@ -389,8 +390,7 @@ class _Reader:
                 name = "fsdp_config"  # argparse takes an unambiguous beginning
             entries.append(Entry(name, entry.key_node, self._argument(name, entry)))
         line = self._of("trainer", command, entries, "trainer")
-        if layer is not None and layer.dialect == "accelerate":
-            line.launcher = layer
+        line.launcher = layer if self.known else None
         return line
 
     def _argument(self, name: str, entry: Entry) -> Node:
@@ -495,7 +495,7 @@ class _Reader:
         if dialect is None:
             del self.findings[before:]
             message = f"{named.value} is not a configuration of a known kind: it is not judged"
-            self.findings.append(("FSD117", message, named, None))
+            self.findings.append(("FSD117", message, named, "no action is needed if it is the script's own"))
             return None
         return Line(Document(document.root, "flags"), dialect.name, dialect.consumer_of(document.root))
 

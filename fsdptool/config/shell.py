@@ -74,7 +74,7 @@ _NOT_RUN = frozenset([
 """What mentions the name of a program without starting it."""
 _HINT = re.compile(
     r"\b(?:accelerate|torchrun|deepspeed|python\d*|axolotl|llamafactory-cli|lmf|trl|tune|swift|megatron"
-    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer)\b"
+    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|run_train\.sh)\b"
 )
 _NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"|'""")
 """How YAML, JSON and TOML begin, and no shell script does."""
@@ -330,7 +330,21 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
             return _parsed(text, Command(name, verb, word.start, end), after.end)
         if _PYTHON.fullmatch(name):
             return _python(text, words[at:], end)
+        if name == "run_train.sh":
+            return _torchtitan(text, words[:at], word, end)
     return None
+
+
+def _torchtitan(text: str, before: list[Node], script: Node, end: int) -> Command:
+    """Return what torchtitan's own script starts: the job that CONFIG_FILE names."""
+    command = _parsed(text, Command("torchtitan", "", script.start, end), script.end)
+    for word in before:
+        name, equals, value = str(word.value).partition("=")
+        if name == "CONFIG_FILE" and equals:
+            key = Node("scalar", word.start, word.start + len(name), name, raw=name)
+            node = Node("scalar", word.start + len(name) + 1, word.end, value, raw=value)
+            command.arguments.append(Entry("job.config_file", key, node))
+    return command
 
 
 def _python(text: str, words: list[Node], end: int) -> Command | None:

@@ -149,6 +149,19 @@ def _launch(words: list[str], path: Path | None, prepare: bool) -> Outcome:
         return Outcome({}, stage, f"{type(error).__name__}: {error}")
 
 
+def exported(path: Path, *flags: str) -> dict[str, str]:
+    """Return the variables of FSDP that ``accelerate launch --config_file PATH`` sets for its script."""
+    from accelerate.commands.launch import _validate_launch_command
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args, _, _ = _validate_launch_command(
+        _parser().parse_args(["--config_file", str(path), *flags, "script.py"])
+    )
+    args.main_process_port = 29999
+    found: dict[str, str] = prepare_multi_gpu_env(args)
+    return {key: value for key, value in found.items() if key.startswith(("FSDP_", "ACCELERATE_"))}
+
+
 @contextlib.contextmanager
 def devices() -> Iterator[None]:
     """Answer the questions about devices: eight of CUDA."""

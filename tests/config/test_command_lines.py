@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate_oracle import run_accelerate
+from accelerate_oracle import exported, run_accelerate
 from trainer_oracle import run_trainer
 
 from fsdptool.config import read_settings
@@ -340,19 +340,27 @@ def test_older_arguments_belong_to_older_versions(folder: Path) -> None:
     assert codes(older) == [] and explained(older)["wrap_classes"] == ["LlamaDecoderLayer"]
 
 
-def test_the_trainer_overrides_what_accelerate_sets(folder: Path) -> None:
+@pytest.mark.parametrize("config", [{}, {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}, CONFIG])
+@pytest.mark.parametrize(
+    "more", ["", "  fsdp_offload_params: true\n", "  fsdp_activation_checkpointing: true\n"]
+)
+@pytest.mark.parametrize("first", [FSDP1, FSDP2])
+def test_the_trainer_overrides_what_accelerate_sets(
+    folder: Path, first: str, more: str, config: dict[str, Any]
+) -> None:
     """Both layers: accelerate exports first, then TrainingArguments pass a plugin of their own."""
-    written(folder, FSDP1.replace("SHARDED", "FULL") + "  fsdp_offload_params: true\n", "a.yaml")
-    written(folder, json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}), "g.json")
+    path = written(folder, first + more, "a.yaml")
+    written(folder, json.dumps(config), "g.json")
     launcher = "accelerate launch --config_file a.yaml --num_processes 2"
     reading = read_settings(f"{launcher} t.py --fsdp full_shard --fsdp_config g.json\n")
-    ours = explained(reading)
     assert reading.consumer.name == "trainer" and not codes(reading) and not codes(reading, "warning")
-    assert (ours["fsdp_version"], ours["state_dict_type"], ours["num_processes"]) == (2, "sharded", 2)
-    assert (
-        ours["cpu_offload"] is True and ours["mixed_precision"] == "bf16"
-    )  # unset: the launcher's variables
     assert reading.named == ("a.yaml", "g.json")
+    theirs = run_trainer("full_shard", dict(config), exported(path, "--num_processes", "2"))
+    assert isinstance(theirs, dict)
+    ours = explained(reading)
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in theirs.items()}
+    assert {key: ours.get(key) for key in plain} == plain
+    assert ours["mixed_precision"] == "bf16" and ours["num_processes"] == 2  # the launcher's
 
 
 def test_accelerate_launches_a_trainer_without_flags_of_fsdp(folder: Path) -> None:
@@ -421,6 +429,11 @@ FRONT: list[tuple[str, str, dict[str, Any]]] = [
     (TITANIC, "torchtitan", {"dp_replicate": 2}),
     (
         f"torchrun torchtitan/train.py --job.config_file=titan.toml {REPLICAS}",
+        "torchtitan",
+        {"dp_replicate": 4},
+    ),
+    (
+        f"NGPU=8 CONFIG_FILE=titan.toml ./run_train.sh {REPLICAS}",
         "torchtitan",
         {"dp_replicate": 4},
     ),

@@ -29,16 +29,23 @@ class _Bare:
         self.process = TrainingArguments._process_fsdp_args
 
 
-def run_trainer(fsdp: Any, fsdp_config: Any, *, prepare: bool = False) -> dict[str, Any] | str:
+def run_trainer(
+    fsdp: Any,
+    fsdp_config: Any,
+    environment: Mapping[str, str] | None = None,
+    *,
+    prepare: bool = False,
+) -> dict[str, Any] | str:
     """Return the plugin's settings by our names, or how transformers stopped.
 
-    With ``prepare`` the policies are applied to a model, too.
+    With ``environment``, variables of a launcher are set; with ``prepare`` the policies are applied to a
+    model, too.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("FSDP_", "ACCELERATE_"))}
-    with patch.dict(os.environ, clean, clear=True), warnings.catch_warnings():
+    with patch.dict(os.environ, clean | dict(environment or {}), clear=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             bare = _Bare(fsdp, fsdp_config)

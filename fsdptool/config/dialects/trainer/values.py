@@ -24,19 +24,27 @@ DEFAULTS: dict[str, Any] = {
 """What TrainingArguments pass under version 2 where nothing is written."""
 
 
+_UNPASSED = {
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "wrap_classes": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+}
+"""What TrainingArguments do not pass when it is not written, with the variable that the plugin reads."""
+
+
 def default(lint: LintContext, name: str, version: int) -> None:
     """Record what transformers does when a key is not written."""
     if name == "reshard_after_forward" and version == 1:
         if lint.get("sharding_strategy") is None:
             strategy_under_1(lint, None)
         return
-    if name == "cpu_offload" and lint.environment.get("FSDP_OFFLOAD_PARAMS") is not None:
+    variable = _UNPASSED.get(name)
+    text = lint.environment.get(variable) if variable is not None else None
+    if text is not None and not (name == "wrap_classes" and lint.get("wrap_policy") != "transformer"):
         # The plugin falls back to the variable when TrainingArguments pass nothing.
-        text = lint.environment["FSDP_OFFLOAD_PARAMS"]
-        lint.set(name, bool(values.word_of_truth(text)), origin="environment variable FSDP_OFFLOAD_PARAMS")
-        lint.report(
-            "FSD341", f"cpu_offload is not written; FSDP_OFFLOAD_PARAMS={text} in the environment decides"
-        )
+        found = tuple(text.split(",")) if name == "wrap_classes" else bool(values.word_of_truth(text))
+        lint.set(name, found, origin=f"environment variable {variable}")
+        lint.report("FSD341", f"{name} is not written; {variable}={text} in the environment decides")
         return
     if name == "min_num_params" and lint.get("wrap_policy") == "size":
         # TrainingArguments pass nothing, and the plugin takes the variable or 0.
