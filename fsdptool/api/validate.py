@@ -126,11 +126,15 @@ class Linter:
         With ``skip_unknown``, the files of run folders are left out even where they are named: a hook names
         every file of a commit.
         """
-        chosen = [path for path in paths if not (self._skips_unknown(path) and _in_run_folder(path))]
+        chosen = [path for path in paths if str(path) == "-" or not self._is_passed_over(path)]
         return expand(chosen, lambda path: self._settings_in(path.parent).excludes(path))
 
     def _skips_unknown(self, path: Path) -> bool:
         return self.skip_unknown or self.settings(path).skip_unknown
+
+    def _is_passed_over(self, path: Path) -> bool:
+        folders = path.absolute().parents
+        return self._skips_unknown(path) and any(is_run_folder(folder) for folder in folders)
 
     def judge(self, path: Path, named: bool, source: SourceText | None = None, **judged: Any) -> Reading:
         """Return the reading of a file, with the findings that count.
@@ -298,10 +302,6 @@ def _is_inside(path: Path, folder: Path) -> bool:
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _PROJECT = ("pyproject.toml", "fsdptool.toml")
 _INSTALLED = ("node_modules", "site-packages")
-
-
-def _in_run_folder(path: Path) -> bool:
-    return any(is_run_folder(folder) for folder in path.absolute().parents)
 
 
 def as_found(reading: Reading) -> Reading:

@@ -119,6 +119,8 @@ class Queue:
         """Append the run that a request describes; return the number of its entry. Errors as :meth:`add`."""
         if request.resume and request.force:
             raise ConfigError("--resume and --force cannot be combined", help="use only one of them")
+        if request.start_over and not request.resume:
+            raise ConfigError("--start-over says what --resume may do", help="add --resume")
         return self.add(
             Path(request.recipe),
             Path(request.config),
