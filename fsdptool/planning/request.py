@@ -61,6 +61,7 @@ def read_request(options: Options) -> Request:
         ConfigError: A recipe or configuration file cannot be used.
     """
     options = read_options(options)
+    _check_cluster(options)
     reading = _reading(options)
     unread = unread_keys(reading, options)
     followed = follow(options, reading)
@@ -302,15 +303,19 @@ def _unread_adapter(reading: Reading) -> Iterator[Diagnostic]:
             )
 
 
+def _check_cluster(options: Options) -> None:
+    """Refuse what a cluster file says itself, before anything is resolved."""
+    for name in ("gpu", "gpus", "nodes", "network", "host_memory", "price"):
+        if options.get("clusters") and name in options:
+            raise PlanError(
+                f"both --cluster and --{name.replace('_', '-')} are given",
+                help="a cluster file says all of this itself: write it there, or leave --cluster out",
+            )
+
+
 def _offers(options: Options, settings: FsdpSettings, profile: str) -> tuple[Offer, ...]:
     gpus_file, clusters = _path(options.get("gpus_file")), options.get("clusters")
     if clusters:
-        for name in ("gpu", "gpus", "nodes", "network", "host_memory", "price"):
-            if name in options:
-                raise PlanError(
-                    f"both --cluster and --{name.replace('_', '-')} are given",
-                    help="a cluster file says all of this itself: write it there, or leave --cluster out",
-                )
         return tuple(
             Offer(item) if isinstance(item, Cluster) else read_cluster(Path(item), gpus_file=gpus_file)
             for item in clusters

@@ -37,8 +37,8 @@ def values(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     [
         ("fsdptool plan x --method ", ["full", "lora", "qlora", "distillation"]),
         ("fsdptool init x --method q", ["qlora"]),
-        ("fsdptool plan x --gpu RTX-4", ["RTX-4090-24GB"]),
-        ("fsdptool plan x --gpu=RTX-4", ["RTX-4090-24GB"]),
+        ("fsdptool plan x --gpu RTX-4090-", ["RTX-4090-24GB"]),
+        ("fsdptool plan x --gpu=RTX-4090-", ["RTX-4090-24GB"]),
         ("fsdptool plan x --objective ep", ["epsilon"]),
         ("fsdptool plan x --precision b", ["bf16"]),
         ("fsdptool plan x --dtype bf", ["bfloat16"]),
@@ -63,8 +63,8 @@ def test_values(line: str, expected: list[str], capsys: pytest.CaptureFixture[st
     ("shell", "line", "expected"),
     [
         ("zsh", "fsdptool plan llama3:7", """_arguments '*: :(("llama3\\\\:70b"))'"""),
-        ("zsh", "fsdptool plan x --gpu=RTX-4", """_arguments '*: :(("--gpu=RTX-4090-24GB"))'"""),
-        ("fish", "fsdptool plan x --gpu=RTX-4", "--gpu=RTX-4090-24GB"),
+        ("zsh", "fsdptool plan x --gpu=RTX-4090-", """_arguments '*: :(("--gpu=RTX-4090-24GB"))'"""),
+        ("fish", "fsdptool plan x --gpu=RTX-4090-", "--gpu=RTX-4090-24GB"),
         ("fish", "fsdptool validate --select FSD30", "FSD301\nFSD302"),
         (
             "fish",

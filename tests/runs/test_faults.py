@@ -45,7 +45,7 @@ def test_a_full_disk_a_bad_value_a_signal_to_one_rank_and_damage(
     flag.write_text("")
     (tmp_path / "sitecustomize.py").write_text(Path(__file__).with_name("poison_step.py").read_text())
     poison = {"PYTHONPATH": str(tmp_path), "POISON_STEP": "7", "POISON_WHILE": str(flag)}
-    run = work.start("unlucky", "--resume", "auto", environment=poison)
+    run = work.start("unlucky", "--resume", "auto", "--start-over", environment=poison)
     assert run.end() == 4, run.said()
     assert "step 7: the loss is not finite" in run.said()
     assert run.summary()["last_good_step"] == 4

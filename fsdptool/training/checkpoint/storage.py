@@ -159,6 +159,8 @@ class _Gathering:
                 # NCCL only enqueues: this rank would ask for all tensors at once, and the last request would
                 # time out while rank 0 writes the first.
                 torch.cuda.current_stream().synchronize()
+            # Otherwise the next one would be gathered while this one is still in memory.
+            del value
 
 
 def _full_entry(name: str, value: torch.Tensor, gathering: _Gathering) -> Entry:
