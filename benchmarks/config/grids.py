@@ -49,10 +49,10 @@ from fsdptool.config.dialects.environment import KEYS as VARIABLES  # noqa: E402
 
 BY_DEFINITION: Mapping[str | tuple[str, str], str] = {
     ("FSD205", "machine_rank"): "no machine has a negative rank, and torchrun waits for rank 0",
-    "FSD214": "the text is no class of the model: SimpleTuner drops the name with a warning",
+    "FSD214": "the model has no class of that name: SimpleTuner drops the name with a warning",
     ("FSD110", "xla"): "transformers starts torch_xla's FSDP",
     ("FSD206", "version"): "the version is true, of which transformers makes 1",
-    ("FSD206", "fsdp_version"): "there is no such version; the plugin takes neither one's path whole",
+    ("FSD206", "fsdp_version"): "the plugin does not know the version and takes neither one's path whole",
     "FSD303": "the strategy or prefetch that is written does not run under version 2",
     "FSD309": "the mesh replicates only",
     "FSD312": "sequence parallelism does not split sequences under FSDP2",

@@ -1,4 +1,4 @@
-"""Refuses an override that the built model does not read: it would be dropped without a word.
+"""Refuses an override that the built model does not read: it would be dropped silently.
 
 A key in a *file* that nobody reads is a finding (``inspection/keys.py``), since published files are full of
 them. A person who sets a value means it to count.

@@ -85,21 +85,13 @@ def prepare(
         FsdptoolError: A mistake in the inputs, in one line.
     """
     from fsdptool.config import read_settings
-    from fsdptool.config.recipe import given_keys, read_recipe
+    from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
-    from fsdptool.source import (
-        adapted,
-        check_continues,
-        check_weights,
-        consented,
-        resolve_choice,
-        weights_left_out,
-        with_places,
-    )
+    from fsdptool.source import consented, weights_left_out, with_places
     from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
@@ -119,10 +111,7 @@ def prepare(
     _check_mesh(settings, world_size, config_path)
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
-    spec = resolve_choice(recipe.model, recipe_path.parent)
-    recipe = adapted(recipe, spec, given_keys(recipe_path))
-    check_continues(recipe, spec)
-    check_weights(spec, recipe.model)
+    recipe, spec = _model(recipe, recipe_path)
     method_of(recipe).check(recipe, settings)
     check_context(spec, recipe, settings)
     objective_for(recipe, spec)
@@ -166,6 +155,22 @@ def prepare(
             *(() if with_data else ("data",)),
         ),
     )
+
+
+def _model(recipe: Recipe, path: Path) -> tuple[Recipe, ModelSpec]:
+    """Return the model of a recipe, and the recipe with the method of an adapter that it names.
+
+    Raises:
+        FsdptoolError: The model, its adapter or its weights cannot be used.
+    """
+    from fsdptool.config.recipe import given_keys
+    from fsdptool.source import adapted, check_continues, check_weights, resolve_choice
+
+    spec = resolve_choice(recipe.model, path.parent)
+    recipe = adapted(recipe, spec, given_keys(path))
+    check_continues(recipe, spec)
+    check_weights(spec, recipe.model)
+    return recipe, spec
 
 
 def absolute_job(
