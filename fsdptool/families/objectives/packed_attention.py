@@ -82,6 +82,18 @@ class Packed:
 _current: Packed | None = None
 _assumed = False
 _marking = False
+_allowed = True
+
+
+@contextmanager
+def under_masks() -> Iterator[None]:
+    """Let documents be kept apart by masks meanwhile, as other programs' loops do it."""
+    global _allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
 
 
 @contextmanager
@@ -145,7 +157,7 @@ def packed(model: nn.Module, batch: Mapping[str, Tensor]) -> Packed | None:
         batch: On the device of the run.
     """
     positions = batch.get("position_ids")
-    if positions is None or positions.dim() != 2 or not _supports(model):
+    if not _allowed or positions is None or positions.dim() != 2 or not _supports(model):
         return None
     shape = (positions.shape[0], positions.shape[1])
     if BEGINS in batch:
