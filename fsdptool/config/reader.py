@@ -94,7 +94,7 @@ def _judge(
     document: Document,
     form: Dialect,
     comments: Comments,
-    failed: Any,
+    failed: Callable[..., Reading],
     *,
     line: Line | None = None,
     consumer: str | None,

@@ -32,7 +32,7 @@ class _Bare:
 def run_trainer(
     fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any] | str:
-    """Return the plugin's settings by our names, or how transformers stopped, with variables of a launcher."""
+    """Return the plugin's settings by our names, or how transformers stopped, in an environment."""
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
 
