@@ -120,7 +120,7 @@ class NamedFiles:
         """Return a file's text, or why it is not read.
 
         Raises:
-            UnreadableError: It is there, and is no text of a configuration's size.
+            UnreadableError: It is there, and cannot be read as a configuration.
         """
         if any(mark in name for mark in "$`*{"):
             return "holds a variable"
@@ -542,7 +542,7 @@ def _assignments(words: Iterable[Node]) -> Iterator[tuple[list[str], Entry]]:
 
 
 def _typed(node: Node, key: str) -> Node:
-    """Return a flag's text as the value that a file would write; what is no number stays text."""
+    """Return a flag's text as the value that a file would write; the rest stays text."""
     value = node.value
     if not isinstance(value, str):
         return node

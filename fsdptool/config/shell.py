@@ -91,7 +91,7 @@ class Command:
         flags: Flags of the program itself.
         script: The script or module that it starts, or None.
         arguments: Flags behind the script.
-        words: Words behind the script (or the verb) that are no flags.
+        words: Words behind the script (or the verb), without flags.
         start, end: Characters of the text that it takes.
         cut: Where reading stopped at too many flags, or None.
     """
@@ -185,7 +185,7 @@ def configures(command: Command) -> bool:
 def find_commands(text: str) -> tuple[Command, ...]:
     """Return the commands of a shell script (or of one line) that start a training, in their order.
 
-    There are ``MOST`` of them at most: a text with more is no script of a person.
+    There are ``MOST`` of them at most, which is more than people write.
     """
     if not _HINT.search(text):
         return ()
