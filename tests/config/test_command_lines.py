@@ -344,7 +344,7 @@ def test_older_arguments_belong_to_older_versions(folder: Path) -> None:
 @pytest.mark.parametrize(
     "more", ["", "  fsdp_offload_params: true\n", "  fsdp_activation_checkpointing: true\n"]
 )
-@pytest.mark.parametrize("first", [FSDP1, FSDP2])
+@pytest.mark.parametrize("first", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
 def test_the_trainer_overrides_what_accelerate_sets(
     folder: Path, first: str, more: str, config: dict[str, Any]
 ) -> None:
@@ -353,7 +353,8 @@ def test_the_trainer_overrides_what_accelerate_sets(
     written(folder, json.dumps(config), "g.json")
     launcher = "accelerate launch --config_file a.yaml --num_processes 2"
     reading = read_settings(f"{launcher} t.py --fsdp full_shard --fsdp_config g.json\n")
-    assert reading.consumer.name == "trainer" and not codes(reading) and not codes(reading, "warning")
+    assert reading.consumer.name == "trainer" and not codes(reading)
+    assert set(codes(reading, "warning")) <= {"FSD338"}  # nothing is said of what the Trainer overrides
     assert reading.named == ("a.yaml", "g.json")
     theirs = run_trainer("full_shard", dict(config), exported(path, "--num_processes", "2"))
     assert isinstance(theirs, dict)

@@ -198,7 +198,8 @@ def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> Non
         "from fsdptool.planning.request import read_request_settings\n"
         "def read(self):\n  try:\n    print(read_request_settings(Path(sys.argv[2])), file=sys.stderr)\n"
         "  except Exception as error:\n    print(error.message, file=sys.stderr)\n"
-        "worker._Worker.serve = read\nworker.main(lambda: None, sys.argv[1:2])\n"
+        "worker._Worker.serve = read\nworker._Worker.read = lambda *_: None\n"
+        "worker.main(lambda: None, sys.argv[1:2])\n"
     )
     for roots, word in ((root, "settings could be read"), (tmp_path, "FsdpSettings")):
         answer = subprocess.run(
