@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
@@ -278,7 +278,6 @@ def _parts(config: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if hasattr(type(part), "sub_configs")}
 
 
-@cache
 def _declared(config_class: Any) -> frozenset[str]:
     """Return the names that a configuration class reads: fields, arguments, aliases, and old spellings."""
     names = set(config_class.attribute_map) | set(config_class.sub_configs)
