@@ -24,6 +24,7 @@ _SHOWN = frozenset(
 
 _COMMENTS: Mapping[str, str] = {
     "model.reference": "family:flavour, Hugging Face id or folder",
+    "model.variant": "of the weights, as from_pretrained takes it: fp16",
     "model.weights": "auto, pretrained or random",
     "model.dtype": "dtype of the stored parameters",
     "model.overrides": "replace values of the model's configuration",

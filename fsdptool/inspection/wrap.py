@@ -190,7 +190,7 @@ def _attribute_candidates(census: Census) -> set[str]:
 
 def _attributes(census: Census, parent: str, name: str) -> list[str]:
     """Return the instances of a class that one module holds as attributes, if two of them are alike."""
-    if census.modules[parent].class_name in CONTAINERS:
+    if name in CONTAINERS or census.modules[parent].class_name in CONTAINERS:
         return []
     siblings = [
         path

@@ -133,8 +133,11 @@ def _finding(code: str, severity: Any, message: str, help: str, folder: Path) ->
 
 
 def _weights_in(folder: Path) -> Iterator[str]:
-    for path in folder.iterdir():
-        name = path.name
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:  # its files may be read all the same, by their names
+        return
+    for name in names:
         if any(fnmatch(name, form) for form in _FORMATS) and not any(fnmatch(name, x) for x in _NOT_WEIGHTS):
             yield name
 

@@ -114,6 +114,17 @@ def towers(net: nn.Module) -> None:
     net.query, net.document = Tower(), Tower()
 
 
+class Branches(nn.Module):
+    """Numbered sequences inside a block are its branches, not blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(1, 5):
+            setattr(
+                self, f"conv{number}", nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16))
+            )
+
+
 def mixed(net: nn.Module) -> None:
     numbered(net)
     net.layers = nn.ModuleList(Block() for _ in range(2))
@@ -157,6 +168,13 @@ def test_equal_parts_of_a_block_are_not_blocks() -> None:
 
     for fill in (layers, attributes):
         assert choice_of(Net(fill)).classes == ("DecoderLayer",)
+
+
+def test_branches_of_a_listed_block_are_not_blocks() -> None:
+    def layers(net: nn.Module) -> None:
+        net.layers = nn.ModuleList(Branches() for _ in range(3))
+
+    assert choice_of(Net(layers)).classes == ("Branches",)
 
 
 def test_attributes_of_one_kind_only_once_are_not_blocks() -> None:
