@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
