@@ -147,10 +147,7 @@ class ModelLoss(Task):
         if "labels" not in batch or "labels" not in inspect.signature(model.forward).parameters:
             raise ConfigError(missing, help=advice)
         labelled: Any = _Labelled(model, batch["labels"])
-        from fsdptool.families.objectives.packed_attention import under_masks
-
-        with under_masks():
-            prediction = self.objective.predict(labelled, batch)
+        prediction = self.objective.predict(labelled, batch)
         if labelled.loss is None:
             raise ConfigError(missing, help=advice)
         if observer is not None:

@@ -330,6 +330,7 @@ class Estimator:
                 staged=staged,
                 worst_routing=self.worst_routing,
                 own_loss=self.loop.own_loss,
+                masked=self.loop.masked,
             )
             self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]

@@ -302,6 +302,11 @@ class TrainingLoop:
     marks_last: bool = True
     not_planned: tuple[NotPlanned, ...] = ()
 
+    @property
+    def masked(self) -> bool:
+        """Whether masks keep packed documents apart: the variable-length kernel is fsdptool's own choice."""
+        return self.program != "fsdptool"
+
 
 OWN_LOOP = TrainingLoop("rows")
 """What ``fsdptool train`` does."""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdptool.distributed.collective_order import CollectiveOrder
+from fsdptool.families.objectives.packed_attention import under_masks
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
@@ -206,6 +207,7 @@ def observe(
                 _watched_resizing(counter),
                 mode,
                 counter,
+                under_masks() if loop.masked else nullcontext(),
             ):
                 stack.enter_context(context)
             collecting = gc.isenabled()

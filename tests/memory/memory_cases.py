@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from fsdp_oracle import Observation, observe
 from torch import nn
 
 import fsdptool.memory.tracing.make_trace as building
+from fsdptool.families.objectives.packed_attention import under_masks
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.memory.simulation.collectives import DEVICES
@@ -117,7 +119,8 @@ class Case:
     def trace(self) -> Trace:
         """Return the trace, made afresh, as a GPU would compute."""
         own = self.loop.own_loss
-        return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None, own_loss=own)
+        with under_masks() if self.loop.masked else nullcontext():
+            return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None, own_loss=own)
 
     def observe(self) -> Observation:
         """Ask the oracle."""

@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {"grouping": Grouping("root", "root")}
 """Blocks and root, as a loop of one's own calls ``fully_shard``."""
 
 FP32: dict[str, Any] = {"mixed_precision": "no"}
-INSIDE = TrainingLoop("rows", loss_in_forward=True)
+INSIDE = TrainingLoop("rows", program="trainer", loss_in_forward=True)
 OWN_LOSS = replace(INSIDE, own_loss=True)
 ACCELERATE = replace(INSIDE, marks_last=False)
 """``Accelerator.no_sync`` and ``accumulate``: synchronisation is off but for the last micro-batch."""

@@ -32,6 +32,7 @@ def trace(
     staged: bool = False,
     worst_routing: bool = False,
     own_loss: bool = False,
+    masked: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
@@ -47,6 +48,7 @@ def trace(
             (``Device.direct`` of ``memory/simulation/collectives.py``).
         worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
         own_loss: Whether the loss is the one that the model's own forward computes from ``labels``.
+        masked: Whether masks keep packed documents apart, as in other programs' loops.
         use_cache: Whether to read and keep cached traces.
         refresh: Ignore the cached trace and replace it.
 
@@ -68,18 +70,24 @@ def trace(
         parts["worst_routing"] = True
     if own_loss:
         parts["own_loss"] = True
+    if masked:
+        parts["masked"] = True
     key = store.key(parts) if store is not None else ""
     if store is not None and not refresh:
         kept, _ = store.get(KIND, key)
         if kept is not None and (cached := _decode(kept)) is not None:
             return cached
+    from fsdptool.families.objectives.packed_attention import under_masks
     from fsdptool.memory.tracing.make_trace import make_trace
     from fsdptool.modeling import expert_parallel
 
     batch = {**parts["batch"], "micro_batch": None}
     tp, ep = parts["tensor"]
     alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
-    with expert_parallel.worst_routing() if worst_routing else nullcontext():
+    with (
+        expert_parallel.worst_routing() if worst_routing else nullcontext(),
+        under_masks() if masked else nullcontext(),
+    ):
         traced = make_trace(
             spec, recipe, settings, assumed, teacher, staged=staged, own_loss=own_loss, alike=alike
         )
