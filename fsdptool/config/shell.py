@@ -25,6 +25,7 @@ _SWITCHES = frozenset([
 """Flags of ``accelerate launch`` (1.15) that take no value: what follows one may be the script."""
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
+_VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
 _LIMIT = 5000
 
 
@@ -87,6 +88,11 @@ def parse_flags(text: str) -> Document:
         if len(root.entries) > _LIMIT:
             raise ParseError("FSD105", f"more than {_LIMIT:,} flags", index)
     return Document(root if root.entries else None, "flags")
+
+
+def is_variable(node: Node) -> bool:
+    """Whether a value depends on a variable of the shell, which single quotes would keep from being read."""
+    return isinstance(node.value, str) and node.style != "'" and _VARIABLE.search(node.value) is not None
 
 
 def _flag(text: str, match: re.Match[str], root: Node) -> int:
