@@ -95,7 +95,8 @@ def read_settings(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
-    reading = _judge(source, document, comments, judged_for, written_in, environment, model, hardware)
+    lint = LintContext(source, document, judged_for, written_in, environment or {})
+    reading = _judge(lint, comments, model, hardware)
     if not any(item.fix is not None for item in reading.diagnostics):
         return reading
     from fsdptool.config.fixes import withhold_refused
@@ -110,10 +111,12 @@ def read_again(
     environment: Mapping[str, str] | None = None,
     model: Anatomy | None = None,
     hardware: Hardware | None = None,
+    trial: bool = False,
 ) -> Reading | None:
     """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried.
 
-    None: it does not parse, or is no mapping any more.
+    None: it does not parse, or is no mapping any more. In a ``trial`` only the findings are needed, and no
+    migration is worked out.
     """
     assert reading.source is not None and reading.written_in is not None
     source = reading.source.with_text(text)
@@ -124,25 +127,16 @@ def read_again(
     if document.root is None or document.root.kind != "map":
         return None
     comments = read_comments(source)
-    return _judge(
-        source, document, comments, reading.consumer, reading.written_in, environment, model, hardware
-    )
+    lint = LintContext(source, document, reading.consumer, reading.written_in, environment or {}, trial=trial)
+    return _judge(lint, comments, model, hardware)
 
 
 def _judge(
-    source: SourceText,
-    document: Document,
-    comments: Comments,
-    judged_for: Consumer,
-    written_in: Dialect,
-    environment: Mapping[str, str] | None,
-    model: Anatomy | None,
-    hardware: Hardware | None,
+    lint: LintContext, comments: Comments, model: Anatomy | None, hardware: Hardware | None
 ) -> Reading:
     """Read a tree into facts, and judge them."""
-    lint = LintContext(source, document, judged_for, written_in, environment or {})
     _check_text(lint)
-    written_in.read(lint)
+    lint.dialect.read(lint)
     check_meaning(lint, model=model, hardware=hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
