@@ -98,6 +98,7 @@ class LintContext:
         loads_best_model: Whether the Trainer loads the best model at the end.
         load_in_4bit: Whether the base model is quantised while it is loaded.
         migration_refusal: Why this file cannot become FSDP2, or None.
+        trial: Whether a fix is being tried: only the findings count, and no migration is worked out.
     """
 
     source: SourceText
@@ -123,6 +124,7 @@ class LintContext:
     loads_best_model: bool = False
     load_in_4bit: bool = False
     migration_refusal: str | None = None
+    trial: bool = False
 
     @property
     def root(self) -> Node:

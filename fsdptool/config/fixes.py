@@ -145,7 +145,7 @@ def withhold_refused(reading: Reading, **judged: Any) -> Reading:
         reading: A reading whose fixes have not been tried.
         judged: As for :func:`repair`.
     """
-    arguments = _conditions(judged)
+    arguments = {**_conditions(judged), "trial": True}
     offered = [index for index, item in enumerate(reading.diagnostics) if item.fix and item.fix.edits]
     safe = [index for index in offered if reading.diagnostics[index].fix.safe]  # type: ignore[union-attr]
     together = _disjoint(reading, safe)

@@ -74,8 +74,12 @@ def read_again(
     environment: Mapping[str, str] | None = None,
     model: Anatomy | None = None,
     hardware: Hardware | None = None,
+    trial: bool = False,
 ) -> Reading:
-    """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried."""
+    """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried.
+
+    In a ``trial`` only the findings are needed, and no migration is worked out.
+    """
     assert reading.source is not None
     return _read(
         reading.source.with_text(text),
@@ -87,6 +91,7 @@ def read_again(
         environment=environment,
         model=model,
         hardware=hardware,
+        trial=trial,
     )
 
 
@@ -101,6 +106,7 @@ def _read(
     environment: Mapping[str, str] | None,
     model: Anatomy | None,
     hardware: Hardware | None,
+    trial: bool = False,
 ) -> Reading:
     """Read and judge a text, without trying its fixes; ``judge`` is a consumer that was resolved before."""
     natural = written_in.consumers[0] if written_in is not None else "accelerate"
@@ -129,7 +135,7 @@ def _read(
     judged: Callable[..., Reading] = partial(
         _judge, source, document, written_in, comments, failed,
         consumer=consumer, target=target, judge=judge, environment=environment or {}, model=model,
-        hardware=hardware,
+        hardware=hardware, trial=trial,
     )  # fmt: skip
     if document.language != "flags":
         return judged()
@@ -153,6 +159,7 @@ def _judge(
     environment: Mapping[str, str],
     model: Anatomy | None,
     hardware: Hardware | None,
+    trial: bool,
 ) -> Reading:
     """Return the reading of a file, or of one command of it, as the program that it is for reads it."""
     written_in = form
@@ -185,7 +192,7 @@ def _judge(
             judged_for=judged_for,
             help=_advice(written_in, natural, judged_for.name),
         )
-    lint = LintContext(source, document, judged_for, written_in, environment)
+    lint = LintContext(source, document, judged_for, written_in, environment, trial=trial)
     if line is None:
         _check_text(lint)
         written_in.read(lint)

@@ -21,6 +21,7 @@ _VARIABLES = re.compile(
 _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
+_VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
 _LIMIT = 5000
 MOST = 50
 _NEST = 4
@@ -162,6 +163,11 @@ def parse_flags(text: str) -> Document:
     entries = command.flags if command.program in ("accelerate", "") else command.arguments
     root = Node("map", 0, len(text), entries=entries)
     return Document(root if entries or command.program else None, "flags")
+
+
+def is_variable(node: Node) -> bool:
+    """Say whether a value depends on a variable of the shell; within single quotes the shell reads none."""
+    return isinstance(node.value, str) and node.style != "'" and _VARIABLE.search(node.value) is not None
 
 
 def parse_command(text: str) -> Command:

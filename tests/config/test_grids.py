@@ -289,3 +289,15 @@ def test_migrating_says_what_it_removes_and_what_it_leaves(tmp_path: Path) -> No
     path.write_text(FILE.format(1, "NO_WRAP") + "  fsdp_activation_checkpointing: true\n")
     refused = migrate_file(path)
     assert refused.after is None and "wrap the blocks first" in (refused.help or "")
+
+
+def test_what_a_variable_of_the_shell_holds_is_not_judged() -> None:
+    words = '--num_processes $GPUS --num_machines "${NODES}" --fsdp_offload_params $OFFLOAD'
+    reading = read_settings(
+        f"accelerate launch --use_fsdp --fsdp_version 2 {words} train.py\n", dialect="flags"
+    )
+    assert not reading.errors and "FSD326" not in {item.code for item in reading.diagnostics}
+    text = "export ACCELERATE_USE_FSDP=true\nexport FSDP_VERSION=$V FSDP_IGNORED_MODULES='.*lm_head$'\n"
+    reading = read_settings(text, dialect="env")
+    assert not reading.errors and reading.facts["ignored_modules"] == ".*lm_head$"
+    assert [item.key for item in reading.ignored] == ["FSDP_VERSION"]

@@ -115,9 +115,9 @@ def _version(lint: LintContext) -> None:
         if lint.get("state_dict_type") == "local":
             lint.report_value("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", "state_dict_type")
         return
-    from fsdptool.config.fsdp1 import migration
+    from fsdptool.config.fsdp1 import Migration, migration
 
-    migrated = migration(lint)
+    migrated = Migration(None) if lint.trial else migration(lint)
     written = lint.written("fsdp_version")
     what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
     severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"

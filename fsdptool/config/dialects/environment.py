@@ -16,7 +16,7 @@ from fsdptool.config.dialects.accelerate.launch import (
 )
 from fsdptool.config.dialects.accelerate.reader import read_plugin
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.shell import parse_environment, sniff
+from fsdptool.config.shell import is_variable, parse_environment, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.mesh import ParallelDims
@@ -171,6 +171,8 @@ class Environment(Dialect):
         lint.names = {canonical: key for key, canonical in (*KEYS.items(), *SIZES.items())}
         chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
         _unknown(lint, chosen)
+        for key in [key for key, entry in chosen.items() if is_variable(entry.node)]:
+            lint.ignore(chosen.pop(key), "a variable of the shell: its value is not known here")
 
         def on(key: str) -> bool:
             return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
@@ -182,7 +184,7 @@ class Environment(Dialect):
                 chosen["ACCELERATE_USE_DEEPSPEED"],
             )
         if not on("ACCELERATE_USE_FSDP"):
-            first = next(iter(chosen.values()))
+            first = lint.root.entries[0]
             lint.report(
                 "FSD330",
                 "ACCELERATE_USE_FSDP is not true: accelerate does not start FSDP",

@@ -16,7 +16,7 @@ from fsdptool.config.dialects.accelerate.reader import read_plugin
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
 from fsdptool.config.dialects.simpletuner import reader as simpletuner
-from fsdptool.config.shell import parse_flags, sniff
+from fsdptool.config.shell import is_variable, parse_flags, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.sharding import FsdpSettings
@@ -92,7 +92,7 @@ def read_accelerate(lint: LintContext) -> None:
     for key, default in _LAUNCH.items():
         entry = chosen.get(key)
         if entry is None:
-            lint.set(key, default)
+            lint.set(key, default, entry=written.get(key))
         elif key == "mixed_precision":
             lint.set(key, entry.node.value, entry=entry)
         elif key == "rdzv_backend":
@@ -192,6 +192,9 @@ def _parsed(lint: LintContext, key: str, entry: Entry) -> Entry | None:
         return entry
     if bare:
         lint.report("FSD206", f"{key} needs a value; accelerate's parser stops", entry)
+        return None
+    if is_variable(entry.node):
+        lint.ignore(entry, "a variable of the shell: its value is not known here")
         return None
     if key in _CHOICES and value not in _CHOICES[key]:
         code, must = "FSD206", f"be one of {', '.join(_CHOICES[key])}"
