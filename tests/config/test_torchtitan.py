@@ -78,6 +78,17 @@ def test_a_custom_module_may_add_keys() -> None:
     assert found(("enable_cpu_offload", "enable_offload"), add=own) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "severity"),
+    [("transformers_modeling_backend", "warning"), ("simple_fsdp.llama3", "warning"), ("llama3", "error")],
+)
+def test_keys_of_an_experiment_may_be_defined_on_its_command_line(model: str, severity: str) -> None:
+    text = f'[model]\nname = "{model}"\n[parallelism]\n[own_table]\nmodel = "x"\n'
+    (found,) = read_settings(text, dialect="torchtitan").diagnostics
+    assert (found.code, found.severity) == ("FSD201", severity)
+    assert ("--job.custom_config_module" in found.message) == (severity == "warning")
+
+
 def test_a_fix_keeps_the_rest_of_the_file() -> None:
     text = JOB + 'fsdp_reshard_after_forward = "nevr"  # why\r\n'
     fixed = repair(read_settings(SourceText(text)), unsafe=True)

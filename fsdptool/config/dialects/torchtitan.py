@@ -313,6 +313,9 @@ class Torchtitan(Dialect):
         return "\n".join([*lines, "[activation_checkpoint]", f'mode = "{mode}"']) + "\n"
 
 
+_MODELS = frozenset(("llama3", "llama4", "deepseek_v3", "qwen3", "flux", "gpt_oss"))
+
+
 def _section(lint: LintContext, name: str) -> Node | None:
     entry = lint.root.get(name)
     return entry.node if entry is not None and entry.node.kind == "map" else None
@@ -324,12 +327,25 @@ def _entry(lint: LintContext, section: str, key: str) -> Entry | None:
 
 
 def _report_unknown(lint: LintContext) -> None:
-    """``_dict_to_dataclass`` refuses unknown keys, unless the job names a module that may add keys."""
-    old = lint.consumer.before(0, 2)
-    extends = ("experimental", "custom_args_module") if old else ("job", "custom_config_module")
-    if _entry(lint, *extends):
+    """``_dict_to_dataclass`` refuses unknown keys, unless the job names a module that may add keys.
+
+    The keys of experiments (``torchtitan/experiments``) are in such modules, which their command lines name.
+    """
+    if _entry(lint, *_extension(lint)):
         return
     _judge_keys(lint, lint.root, "", keys_of(lint.consumer.version))
+
+
+def _extension(lint: LintContext) -> tuple[str, str]:
+    """Return the section and the key that name a module which adds keys."""
+    old = lint.consumer.before(0, 2)
+    return ("experimental", "custom_args_module") if old else ("job", "custom_config_module")
+
+
+def _is_experiment(lint: LintContext) -> bool:
+    """Say whether the model is not one of torchtitan's own (``torchtitan/models``, 0.1 to 0.2.2)."""
+    entry = _entry(lint, "model", "name")
+    return entry is not None and isinstance(entry.node.value, str) and entry.node.value not in _MODELS
 
 
 def _judge_keys(lint: LintContext, node: Node, section: str, known: Mapping[str, frozenset[str]]) -> None:
@@ -359,6 +375,16 @@ def _judge_unknown(
         near = spelling.nearest(entry.key, _keys(known, section), cutoff=0.75)
         if near is not None and node.get(near) is None:
             lint.report_renamed("FSD201", words, entry, near, changes={"*": near})
+        elif _is_experiment(lint):
+            option = ".".join(_extension(lint))
+            lint.report(
+                "FSD201",
+                f"{entry.key} is not a key of {section or 'a job'} of torchtitan's own: the command line"
+                f" must name the module that defines it (--{option})",
+                entry,
+                severity="warning",
+                help=f"set {option} in the file, so that every run of it finds the key",
+            )
         else:
             lint.report(
                 "FSD201", words, entry, help=None if home else "remove the key, or name what it is now"
