@@ -366,13 +366,20 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
     if reading.version is None:
         return Answer(case, "wrong", "FSDP starts")
     taken = {
-        name: {"fp32": "no"}.get(value, value) if name == "mixed_precision" else value
+        name: _meant(name, value)
         for name, value in settings.items()
         if name in explained and not _unsaid(name, value, explained[name])
     }
     different = accelerate_oracle.differences(explained, taken)
     why = "; ".join(f"{name} is {value!r}, shown {explained[name]!r}" for name, value in different.items())
     return Answer(case, "wrong", why) if different else Answer(case, "agrees")
+
+
+def _meant(name: str, value: Any) -> Any:
+    """Return a setting as it acts: fp32 is no mixed precision, and a size of true counts as one parameter."""
+    if name == "mixed_precision":
+        return {"fp32": "no"}.get(value, value)
+    return int(value) if name == "min_num_params" and isinstance(value, bool) else value
 
 
 def _unsaid(name: str, value: Any, shown: Any) -> bool:
