@@ -27,6 +27,7 @@ from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
 from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.operators import copied_bytes
 from fsdptool.modeling.objective import GradientSync, ModelLoss, Task, gradient_syncs, run_micro_batch
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
@@ -44,11 +45,15 @@ class Observation:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of live storages; enter it above the ``FakeTensorMode`` whose tensors it counts."""
+    """Counts bytes of live storages; enter it above the ``FakeTensorMode`` whose tensors it counts.
 
-    def __init__(self, mode: Any) -> None:
+    Kernels' own buffers, which fake tensors do not show, count while their operator runs.
+    """
+
+    def __init__(self, mode: Any, profile: Profile = "cuda") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+        self._profile = profile
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.level = 0
         self.peak = 0
@@ -69,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
             # What a real backward adds into has to end first; until it does, the sum is not counted.
             self._summed = (before.untyped_storage()._cdata, out.untyped_storage().nbytes())
         self.count(leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor))
+        self.peak = max(self.peak, self.level + copied_bytes(func, args, self._profile))
         return out
 
     def count(self, tensors: Any) -> None:
@@ -198,7 +204,7 @@ def observe(
         store_masters(model, plan)
         shard(model, plan, session)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        counter = LiveBytes(mode)
+        counter = LiveBytes(mode, profile)
         _fill(model, mode, counter)
         with ExitStack() as stack:
             for context in (

@@ -122,14 +122,13 @@ def test_patterns_are_those_of_a_comparison_of_all_blocks() -> None:
 SMALL_EXPERTS: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "moe_intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 512,
     "num_experts_per_tok": 2,
 }
 MIXTURES: dict[str, tuple[str, dict[str, Any], bool, str]] = {
-    "qwen3-moe": ("qwen3-moe:30b-a3b", {"num_experts": 8}, True, "full"),
+    "qwen3-moe": ("qwen3-moe:30b-a3b", {"num_experts": 8, "moe_intermediate_size": 48}, True, "full"),
     "mixtral": ("mixtral:8x7b", {}, False, "full"),
     "granite": ("granitemoe:3.0-1b-a400m", {"num_local_experts": 8}, True, "full"),
     "gpt-oss, LoRA": ("gpt-oss:20b", {"num_local_experts": 8}, True, "lora"),

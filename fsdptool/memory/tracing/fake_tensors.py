@@ -177,6 +177,10 @@ def _is_scalar(leaf: Any) -> bool:
     return isinstance(leaf, FakeTensor) and not leaf.dim()
 
 
+_NOT_COMPUTED = ("empty", "new_empty", "_varlen_attn", "_scaled_dot_product")
+"""How operators begin whose values are unknown, or whose kernels only GPUs have."""
+
+
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows known values; enter it above the ``FakeTensorMode`` and below whatever records.
 
@@ -223,7 +227,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func._overloadpacket.__name__
         known = (bool(inputs) or name in _CONSTANTS) and all(self._value(item) is not None for item in inputs)
-        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(("empty", "new_empty")):
+        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_NOT_COMPUTED):
             known = False
         try:
             out = func(*args, **kwargs)
