@@ -376,7 +376,7 @@ def compare(case: Case, reading: Reading, stopped: str | None, settings: Mapping
 
 
 def _meant(name: str, value: Any) -> Any:
-    """Return a setting as it acts: fp32 turns mixed precision off, and a size of true counts one parameter."""
+    """Return a setting as it acts: fp32 turns mixed precision off, and a size of true is 1."""
     if name == "mixed_precision":
         return {"fp32": "no"}.get(value, value)
     return int(value) if name == "min_num_params" and isinstance(value, bool) else value
