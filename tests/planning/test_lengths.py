@@ -60,7 +60,7 @@ def test_lengths_are_read_from_a_folder_of_tokenised_text(tmp_path: Path) -> Non
         ("a.jsonl", '{"length": 3}\n{"text": "x"}\n', "a.jsonl:2: the row has neither"),
         ("a.jsonl", '{"length": 3}\n{\n', "a.jsonl:2: not JSON"),
         ("a.jsonl", '{"length": true}\n', "a.jsonl:1: 'True' is not a whole number"),
-        ("a.json", "{\n  3: 4}", "a.json:2: not JSON"),
+        ("a.json", "{\n  3: 4}", "double quotes (line 2, column 3)"),
         ("a.json", "7", "a.json: neither an object"),
         ("a.txt", "", "a.txt has no lengths"),
     ],
