@@ -24,7 +24,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # Constraints pin the versions that the tests ran with; --group adds the tools that the tests need.
     # Of all installed modules a few are ever imported. Python compiles those when it first meets them.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
-        --constraint "$root/constraints.txt" --editable "$root" ${group:+--group "$root/pyproject.toml:$group"}
+        --constraint "$root/constraints.txt" --editable "$root[train]" ${group:+--group "$root/pyproject.toml:$group"}
     printf '%s' "$wanted" >"$stamp"
 fi
 # Without its bytecode each of a run's processes would compile the same modules again.

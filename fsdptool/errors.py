@@ -99,5 +99,33 @@ def unusable_name(error: Exception) -> StorageError | None:
     return StorageError(f"{shown} cannot be used: {error.strerror}", help="check the path")
 
 
+def missing_extra(error: Exception, wanted: str | None = None) -> FsdptoolError | None:
+    """Return which extra to install if an error comes from a library that one of them brings; None otherwise.
+
+    Args:
+        error: What an import raised.
+        wanted: The extra that the command needs; by default the smallest one that brings the library.
+    """
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    package = error.name.partition(".")[0]
+    libraries: dict[str, set[str]] = {}
+    for requirement in map(Requirement, metadata.requires("fsdptool") or ()):
+        _, _, extra = str(requirement.marker or "").partition("extra == ")
+        libraries.setdefault(extra.strip("'\""), set()).add(requirement.name.replace("-", "_"))
+    extras = sorted((len(names), extra) for extra, names in libraries.items() if extra and package in names)
+    if not extras:
+        return None
+    extra = wanted if any(name == wanted for _, name in extras) else extras[0][1]
+    return FsdptoolError(
+        f"{package} is not installed",
+        help=f"pip install 'fsdptool[{extra}]' (in the clone: pip install '.[{extra}]')",
+    )
+
+
 _UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP)
 _SHOWN = 120

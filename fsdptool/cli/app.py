@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from fsdptool.errors import ExitCode, FsdptoolError, unusable_name
+from fsdptool.errors import ExitCode, FsdptoolError, missing_extra, unusable_name
 from fsdptool.garbage import collect_seldom
 
 COMMANDS = {
@@ -185,12 +185,19 @@ def run(arguments: list[str]) -> int:
             _drop_output()
             complain(FsdptoolError(f"the answer cannot be written: {error.strerror}"))
             return int(ExitCode.USAGE)
-        if (named := unusable_name(error)) is not None:
+        if (named := unusable_name(error) or missing_extra(error, _extra(arguments))) is not None:
             complain(named)
             return int(ExitCode.USAGE)
         return _other(error)
     return outcome if isinstance(outcome, int) else int(ExitCode.CLEAN)
 
+
+def _extra(arguments: list[str]) -> str | None:
+    return "train" if arguments and arguments[0] in _TRAINS else None
+
+
+_TRAINS = ("train", "precompute", "export", "launch", "queue")
+"""Commands that need what the extra ``train`` installs; others need less of it, or nothing."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

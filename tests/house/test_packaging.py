@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from contextlib import suppress
+from email import message_from_bytes
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
 
@@ -33,17 +39,59 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
 
-@pytest.fixture
-def throwaway(tmp_path: Path) -> Path:
-    """Return the interpreter of a new environment that borrows this one's libraries."""
-    folder = tmp_path / "env"
-    venv.create(folder, with_pip=True)
+def environment(folder: Path, wheel: Path, extra: str | None) -> Path:
+    """Return the interpreter of a new environment of what a wheel and an extra bring, and tools to build.
+
+    The libraries are those of this environment, linked: to download PyTorch again takes minutes. Those that
+    the tests' own environment lacks are left out.
+    """
+    venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    site = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # This environment may itself borrow from another one.
-    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    Path(site, "borrowed.pth").write_text("\n".join(folders) + "\n")
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        required = message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+    wanted = [(tool, "") for tool in ("pip", "hatchling", "editables")]
+    wanted += _requirements(required, extra or "")
+    seen = set[tuple[str, str]]()
+    while wanted:
+        if (item := wanted.pop()) in seen:
+            continue
+        seen.add(item)
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(item[0])
+            wanted += _requirements(distribution.requires or [], item[1])
+            for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
+                with suppress(FileExistsError):
+                    (site(python) / top).symlink_to(Path(str(distribution.locate_file(top))))
     return python
+
+
+def _requirements(texts: list[str], extra: str) -> list[tuple[str, str]]:
+    """Return name and extra of each library that ``texts`` require in this environment."""
+    found: list[tuple[str, str]] = []
+    for requirement in map(Requirement, texts):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            found += [(requirement.name, one) for one in ("", *requirement.extras)]
+    return found
+
+
+@cache
+def site(python: Path) -> Path:
+    """Return the folder in which an interpreter looks for libraries."""
+    return Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+@pytest.fixture
+def throwaway(distributions: tuple[Path, Path], tmp_path: Path) -> Path:
+    """Return the interpreter of a new environment that has what ``fsdptool[train]`` needs."""
+    return environment(tmp_path / "env", distributions[0], "train")
+
+
+def installed(wheel: Path, folder: Path, extra: str | None) -> Path:
+    """Install the wheel into a new environment and return its command."""
+    python = environment(folder, wheel, extra)
+    call(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    return python.with_name("fsdptool")
 
 
 def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Path]) -> None:
@@ -64,6 +112,19 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
         assert any(name.endswith("schemas/recipe.schema.json") for name in archive.getnames())
 
 
+CONFIGURATION = """\
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
 CHECK = """
 import fsdptool, pathlib, sys
 from fsdptool.files.values import schema_names, load_schema
@@ -82,6 +143,71 @@ def test_a_wheel_works_where_it_is_installed(distributions: tuple[Path, Path], t
     call(throwaway, "-c", CHECK, throwaway.parents[1], cwd=throwaway.parent)
     assert "fsdptool 0." in call(throwaway, "-m", "fsdptool", "--version", cwd=throwaway.parent)
     assert "The main commands" in call(throwaway.parent / "fsdptool", cwd=throwaway.parent)
+
+
+BASE = (
+    ("--help",),
+    ("families",),
+    ("rule", "FSD208"),
+    ("schema", "recipe"),
+    ("validate", "fsdp.yaml"),
+    ("explain", "fsdp.yaml"),
+    ("migrate", "fsdp.yaml", "--check"),
+    ("runs", "."),
+    ("queue", "list"),
+    ("diagnose", "run.log"),
+)
+
+
+def test_the_base_needs_no_torch(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """What checks configurations and reads logs installs beside any training environment."""
+    command = installed(distributions[0], tmp_path / "env", None)
+    (tmp_path / "fsdp.yaml").write_text(CONFIGURATION)
+    shutil.copy(ROOT / "examples" / "main_job" / "recipe.yaml", tmp_path)
+    (tmp_path / "run.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    for arguments in BASE:
+        call(command, *arguments, cwd=tmp_path)
+    libraries = {path.name: path for path in site(command.with_name("python")).iterdir()}
+    assert not libraries.keys() & {"torch", "transformers", "numpy"}
+    tools = ("pip", "hatchling", "editables", "pathspec", "pluggy", "trove")
+    brought = [path for name, path in libraries.items() if not name.startswith(tools)]
+    assert sum(map(size_of, brought)) < 25e6
+    for arguments, extra in (
+        (("detect", "llama3:tiny"), "models"),
+        (("plan", "llama3:tiny", "--gpus", "2", "--gpu", "H100-80GB-SXM"), "models"),
+        (("doctor",), "models"),
+        (("train", "recipe.yaml", "--config", "fsdp.yaml"), "train"),
+    ):
+        done = subprocess.run(
+            [command, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        first, second = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert first.endswith("is not installed")
+        assert second.startswith(f"help: pip install 'fsdptool[{extra}]'")
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file or a folder, but for what Python compiled."""
+    files = [path] if path.is_file() else [item for item in path.rglob("*") if item.is_file()]
+    return sum(item.stat().st_size for item in files if item.suffix != ".pyc")
+
+
+def test_models_are_planned_without_what_only_training_needs(
+    distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    command = installed(distributions[0], tmp_path / "env", "models")
+    for arguments in (
+        ("detect", "llama3:tiny"),
+        ("plan", "llama3:tiny", "--gpus", "2", "--gpu", "H100-80GB-SXM", "-o", "plan.json"),
+        ("emit-config", "--plan", "plan.json", "-o", "fsdp.yaml"),
+        ("validate", "fsdp.yaml"),
+    ):
+        call(command, *arguments, cwd=tmp_path)
+    libraries = site(command.with_name("python"))
+    assert (libraries / "torch").exists() and not (libraries / "datasets").exists()
 
 
 def test_an_editable_install_works_from_anywhere(throwaway: Path) -> None:
