@@ -198,17 +198,17 @@ def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -
 def test_the_largest_batch_is_found_with_checkpointing_and_accumulation(tmp_path: Path) -> None:
     options = {"max_batch": True, "global_batch": 256, "reshard": "true", "search": None}
     plan = planned(tmp_path, LLAMA, 1_000_000_000, sequence_length=512, **options)
-    (tried,) = plan.details["max_batch"]
-    by_mode = {item["checkpointing"]: item for item in tried["settings"]}
+    (tried,) = plan.details.max_batch
+    by_mode = {item.checkpointing: item for item in tried.settings}
     assert set(by_mode) == {"none", "selective", "full"}
-    assert by_mode["full"]["micro_batch"] > by_mode["none"]["micro_batch"]
+    assert by_mode["full"].micro_batch > by_mode["none"].micro_batch
     for item in by_mode.values():
-        assert item["micro_batch"] * item["accumulation"] == 128
+        assert item.micro_batch * item.accumulation == 128
     settings = plan.candidates[0].settings
     assert settings.global_batch == 256
-    assert tried["micro_batch"] == settings.micro_batch == by_mode[settings.checkpointing]["micro_batch"]
-    speeds = [item["samples_per_second"] for item in by_mode.values()]
-    assert by_mode[settings.checkpointing]["samples_per_second"] >= 0.98 * max(speeds)
+    assert tried.micro_batch == settings.micro_batch == by_mode[settings.checkpointing].micro_batch
+    speeds = [item.samples_per_second for item in by_mode.values()]
+    assert by_mode[settings.checkpointing].samples_per_second >= 0.98 * max(speeds)
 
 
 def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) -> None:

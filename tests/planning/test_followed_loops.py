@@ -188,7 +188,7 @@ def test_accelerates_accumulation_holds_whole_gradients(tmp_path: Path) -> None:
     plan = make_plan(read_request(Options(**common, **config)))
     sharded = make_plan(read_request(Options(**common, **config, gradients="sharded")))
     held = {item.name: item.bytes or 0 for item in plan.candidates[0].components}
-    parameters = plan.inputs["model"]["parameters"]
+    parameters = plan.inputs.model.parameters
     assert held["unsharded gradients"] >= 2 * parameters
     more = (plan.candidates[0].allocated_peak_bytes or 0) - (sharded.candidates[0].allocated_peak_bytes or 0)
     assert more > parameters

@@ -80,7 +80,7 @@ def test_a_plan_whose_request_fits_never_says_that_it_does_not(plan: Plan) -> No
 def changed(plan: Plan, **candidate: Any) -> Plan:
     """The plan with other values in its chosen candidate, as if that were the requested one."""
     chosen = dataclasses.replace(chosen_candidate(plan), **candidate)
-    details = {**plan.details, "asked": [chosen.id]}
+    details = dataclasses.replace(plan.details, asked=(chosen.id,))
     return dataclasses.replace(plan, candidates=(chosen,), details=details)
 
 

@@ -104,7 +104,7 @@ def test_what_another_loop_does_beside_it_changes_the_time_alone(model: str) -> 
     # Traffic bounds the narrow products for keys and values.
     assert arithmetic / 2 < hidden < 1.3 * arithmetic / 2
     plan = make_plan(read_request(_options(model, **given, assume=("compile", "float8"))))
-    assert any("linear layers of the blocks in float8" in note for note in plan.details["notes"])
+    assert any("linear layers of the blocks in float8" in note for note in plan.details.notes)
     with pytest.raises(PlanError, match="planned only"):
         chosen_run(plan)
 
