@@ -140,7 +140,6 @@ def _print_dry_run(ready: ReadyRun, format: Format) -> None:
 
 def _run(ready: ReadyRun, format: Format) -> int:
     from fsdptool.launch.outcome import exit_status
-    from fsdptool.records.codec import to_json
     from fsdptool.report.train import Progress, plan_text
 
     prepared = ready.prepared
@@ -151,7 +150,7 @@ def _run(ready: ReadyRun, format: Format) -> int:
     ):
         progress.say(f"warning: {note}")
     if ready.leads:
-        progress.show(plan_text(to_json(prepared.prediction)))
+        progress.show(plan_text(prepared.prediction))
     try:
         outcome = ready.supervise(progress if ready.leads else _silent)
     finally:
@@ -183,7 +182,7 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
         print_document(document)
     else:
         losses = [line.get("loss") for line in read_lines(folder / METRICS)]
-        print_lines(closing_text(document, printable(_shown(folder)), losses))
+        print_lines(closing_text(summary, printable(_shown(folder)), losses))
     if account is not None:
         progress.show(memory_text(to_json(account)))
     _say_failure(outcome, progress)

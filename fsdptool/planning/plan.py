@@ -89,6 +89,11 @@ def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
         raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
 
 
+def own_plan(document: Mapping[str, Any]) -> Plan:
+    """Return the plan of a document that this version made; its schema is not checked again."""
+    return from_json(Plan, {key: value for key, value in document.items() if key not in _ENVELOPE})
+
+
 Progress = Callable[[str], None]
 
 

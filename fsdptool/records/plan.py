@@ -361,7 +361,7 @@ class PlanInputs:
     max_batch: bool = False
     optimal_checkpointing: bool = False
     prefer: Preference = "speed"
-    model: PlannedModel = PlannedModel()
+    model: PlannedModel = field(default_factory=PlannedModel)
     loop: TrainingLoop = TrainingLoop()
     lengths: SampleLengths | None = None
     pipeline: Pipeline = Pipeline()

@@ -1,4 +1,4 @@
-"""One rank's memory as inline SVG that takes its colours from the page. Reads the document only.
+"""One rank's memory as inline SVG that takes its colours from the page. Reads the plan only.
 
 Every chart has a title and a description, and a table next to it has the numbers. Charts come in two widths,
 of which the style sheet shows one: text is as large on a telephone as on a screen.
@@ -7,11 +7,11 @@ of which the style sheet shows one: text is as large on a telephone as on a scre
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.plan import Candidate, Moment, Plan
 from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report import plan_words as words
 from fsdptool.report.curve import Frame, byte_ticks, moments
@@ -19,11 +19,6 @@ from fsdptool.report.html_style import CHARTS, DARK, LIGHT
 
 BROAD, NARROW = 960, 380
 """Widths of charts in units of their pictures."""
-
-
-def group_of(name: str) -> ColourGroup:
-    """Return the colour group of a component."""
-    return Component(name).group
 
 
 def in_both_widths(draw: Callable[[int], str]) -> str:
@@ -34,22 +29,22 @@ def in_both_widths(draw: Callable[[int], str]) -> str:
     return f'<div class="broad">{broad}</div><div class="narrow">{draw(NARROW)}</div>'
 
 
-def memory_bar(candidate: Mapping[str, Any], width: int) -> str:
+def memory_bar(candidate: Candidate, width: int) -> str:
     """Return one stacked bar: the memory of one rank at its peak, and the usable memory."""
-    parts = [item for item in candidate["components"] if item["bytes"]]
-    total, usable = candidate["device_total_bytes"], candidate["usable_bytes"]
+    parts = [(item.name, item.bytes) for item in candidate.components if item.bytes]
+    total, usable = candidate.device_total_bytes, candidate.usable_bytes
     if not parts or total is None:
         return ""
     order = list(ColourGroup)
-    parts.sort(key=lambda item: (order.index(group_of(item["name"])), -item["bytes"]))
+    parts.sort(key=lambda part: (order.index(part[0].group), -part[1]))
     top = max(total, usable or 0)
     scale = width / (top * 1.01)
     shapes, x = [], 0.0
-    for item in parts:
-        size = item["bytes"] * scale
-        label = f"{item['name']}: {amount(item['bytes'])}"
+    for component, held in parts:
+        size = held * scale
+        label = f"{component}: {amount(held)}"
         shapes.append(
-            f'<rect class="g-{group_of(item["name"])}" x="{x:.2f}" y="22" width="{max(size, 0.4):.2f}"'
+            f'<rect class="g-{component.group}" x="{x:.2f}" y="22" width="{max(size, 0.4):.2f}"'
             f' height="34"><title>{escape(label)}</title></rect>'
         )
         x += size
@@ -68,13 +63,13 @@ def memory_bar(candidate: Mapping[str, Any], width: int) -> str:
     return svg(f"bar-{width}", width, 80, title, shapes)
 
 
-def timeline(candidate: Mapping[str, Any], width: int) -> str:
+def timeline(candidate: Candidate, width: int) -> str:
     """Return the allocated bytes of a step, event by event and stacked by group, with the peak marked."""
     steps = moments(candidate)
     if len(steps) < 2:
         return ""
-    levels = [moment["allocated_bytes"] for moment in steps]
-    peak = candidate["allocated_peak_bytes"] or max(levels)
+    levels = [moment.allocated_bytes for moment in steps]
+    peak = candidate.allocated_peak_bytes or max(levels)
     frame = Frame(width, 62, width - 8, 26, 244, max(peak, *levels) * 1.06 or 1)
     places = [frame.x(index / (len(levels) - 1)) for index in range(len(levels))]
     outline = " ".join(f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, levels, strict=True))
@@ -94,7 +89,7 @@ def timeline(candidate: Mapping[str, Any], width: int) -> str:
     return svg(f"timeline-{width}", width, 292, title, body)
 
 
-def cursor(candidate: Mapping[str, Any]) -> str:
+def cursor(candidate: Candidate) -> str:
     """Return what a script needs to list what is alive at each moment of the timeline, with its slider.
 
     Plans of earlier versions tell the groups of components only.
@@ -102,15 +97,15 @@ def cursor(candidate: Mapping[str, Any]) -> str:
     steps = moments(candidate)
     data = []
     for moment in steps:
-        if sizes := moment.get("components"):
-            largest = sorted(sizes.items(), key=lambda item: -item[1])
-            holdings = [(group_of(name).value, name.replace("_", " "), size) for name, size in largest]
+        if moment.components:
+            largest = sorted(moment.components.items(), key=lambda item: -item[1])
+            holdings = [(Component(name).group.value, name.replace("_", " "), size) for name, size in largest]
         else:
-            sizes = moment.get("groups") or {}
+            sizes = moment.groups
             holdings = [(g.value, g.legend, sizes[g.value]) for g in ColourGroup if sizes.get(g.value)]
         listed = [[group, name, amount(size)] for group, name, size in holdings]
-        data.append([moment["name"], amount(moment["allocated_bytes"]), listed])
-    highest = max(range(len(steps)), key=lambda i: steps[i]["allocated_bytes"])
+        data.append([moment.name, amount(moment.allocated_bytes), listed])
+    highest = max(range(len(steps)), key=lambda i: steps[i].allocated_bytes)
     return (
         f'<div class="moment" data-moments="{escape(json.dumps(data, ensure_ascii=False))}" hidden>'
         f'<label>What is alive at one moment <input type="range" min="0" max="{len(steps) - 1}"'
@@ -118,18 +113,18 @@ def cursor(candidate: Mapping[str, Any]) -> str:
     )
 
 
-def _stack(steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame) -> list[str]:
+def _stack(steps: Sequence[Moment], places: Sequence[float], frame: Frame) -> list[str]:
     """Return an area per group of components, one on the other; one area where the groups are not known."""
     below = [0] * len(steps)
     areas = []
     for group in ColourGroup:
-        sizes = [(moment.get("groups") or {}).get(group.value, 0) for moment in steps]
+        sizes = [moment.groups.get(group.value, 0) for moment in steps]
         if any(sizes):
             above = [low + size for low, size in zip(below, sizes, strict=True)]
             areas.append(_area(f"g-{group.value}", places, below, above, frame, group.legend))
             below = above
     if not areas:
-        levels = [moment["allocated_bytes"] for moment in steps]
+        levels = [moment.allocated_bytes for moment in steps]
         areas.append(_area("area", places, below, levels, frame, "allocated"))
     return areas
 
@@ -154,8 +149,8 @@ def grid(frame: Frame) -> str:
     return "".join(lines)
 
 
-def _hover(moment: Mapping[str, Any], x: float, wide: float, frame: Frame) -> str:
-    label = escape(f"{moment['name']}: {amount(moment['allocated_bytes'])}")
+def _hover(moment: Moment, x: float, wide: float, frame: Frame) -> str:
+    label = escape(f"{moment.name}: {amount(moment.allocated_bytes)}")
     return (
         f'<rect class="hover" x="{x - wide / 2:.1f}" y="{frame.top}" width="{wide:.2f}"'
         f' height="{frame.bottom - frame.top}"><title>{label}</title></rect>'
@@ -163,13 +158,13 @@ def _hover(moment: Mapping[str, Any], x: float, wide: float, frame: Frame) -> st
 
 
 def _peak_mark(
-    candidate: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame
+    candidate: Candidate, steps: Sequence[Moment], places: Sequence[float], frame: Frame
 ) -> list[str]:
     """Mark the highest point of the curve, and name the event that it falls into."""
-    index = max(range(len(steps)), key=lambda i: steps[i]["allocated_bytes"])
-    value = steps[index]["allocated_bytes"]
+    index = max(range(len(steps)), key=lambda i: steps[i].allocated_bytes)
+    value = steps[index].allocated_bytes
     x, y = places[index], frame.y(value)
-    name = candidate["peak"]["moment"] if candidate["peak"] is not None else steps[index]["name"]
+    name = candidate.peak.moment if candidate.peak is not None else steps[index].name
     longest = (frame.right - frame.left) // 7 - len(" 1000.0 MiB")
     name = name if len(name) <= longest else f"{name[: longest - 1]}…"
     label = f"{name} {amount(value)}"
@@ -183,11 +178,11 @@ def _peak_mark(
     ]
 
 
-def _phases(steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: Frame) -> list[str]:
+def _phases(steps: Sequence[Moment], places: Sequence[float], frame: Frame) -> list[str]:
     """Name forward, backward and the update under the axis, where each begins."""
     marks, last, free = [], None, 0.0
     for moment, x in zip(steps, places, strict=True):
-        word = moment["name"].split(" ", 1)[0]
+        word = moment.name.split(" ", 1)[0]
         phase = {"forward": "forward", "backward": "backward", "optimizer": "update"}.get(word)
         if phase is None or phase == last:
             continue
@@ -203,9 +198,9 @@ def _phases(steps: Sequence[Mapping[str, Any]], places: Sequence[float], frame: 
     return marks
 
 
-def legend(names: Iterable[str]) -> list[ColourGroup]:
-    """Return the colour groups of components, in the order of the stack."""
-    present = {group_of(name) for name in names}
+def legend(candidate: Candidate) -> list[ColourGroup]:
+    """Return the colour groups of a candidate's components, in the order of the stack."""
+    present = {item.name.group for item in candidate.components}
     return [group for group in ColourGroup if group in present]
 
 
@@ -217,16 +212,16 @@ def svg(name: str, width: int, height: int, title: str, body: Iterable[str], *, 
     )
 
 
-def plan_picture(document: Mapping[str, Any]) -> str:
+def plan_picture(plan: Plan) -> str:
     """Return a plan as one SVG image: verdict, speed, one rank's memory at its peak and over a step."""
-    candidate = words.shown(document)
-    headline = words.headline(document)
+    candidate = words.shown(plan)
+    headline = words.headline(plan)
     lines = [words.need(candidate)]
-    if candidate["step_seconds"] is not None:
+    if candidate.step_seconds is not None:
         lines.append(
-            f"{words.duration(candidate['step_seconds'])} per step, {words.speed(candidate)} (estimate)"
+            f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
         )
-    lines.append(words.brief(candidate["settings"]))
+    lines.append(words.brief(candidate.settings))
     y = 34
     shapes = ['<rect width="100%" height="100%" fill="var(--bg)"/>']
     shapes.append(f'<text class="strong" x="20" y="{y}" font-size="18">{escape(headline)}</text>')
@@ -240,7 +235,7 @@ def plan_picture(document: Mapping[str, Any]) -> str:
             shapes.append(inner)
             y += height + 14
     x = 20.0
-    for group in legend(item["name"] for item in candidate["components"]):
+    for group in legend(candidate):
         shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
         shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
         x += 36 + len(group.legend) * 5.9

@@ -1,12 +1,13 @@
-"""The chart of all candidates by speed and memory. Reads the document only."""
+"""The chart of all candidates by speed and memory. Reads the plan only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from fsdptool.formatting import amount
+from fsdptool.records.plan import Candidate, Plan, SearchPoint
 from fsdptool.report.curve import Frame, number_ticks
 from fsdptool.report.html_charts import NARROW, grid, svg
 from fsdptool.report.plan_words import brief, duration
@@ -15,11 +16,26 @@ _STRIP = 44
 """Height of the strip of candidates that do not fit."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A candidate whose memory and speed are known."""
+
+    candidate: Candidate
+    bytes: int
+    speed: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs more than the usable memory."""
+        usable = self.candidate.usable_bytes
+        return usable is not None and self.bytes > usable
+
+
 def scatter(
-    document: Mapping[str, Any],
+    plan: Plan,
     width: int,
-    link: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
-    marked: Mapping[str, Any] | None = None,
+    link: Callable[[Candidate], str | None] = lambda _: None,
+    marked: SearchPoint | None = None,
 ) -> str:
     """Return every known candidate by speed and memory, with the Pareto front and the chosen one.
 
@@ -27,60 +43,66 @@ def scatter(
     speed: how far they are over the limit would flatten all others.
 
     Args:
-        document: Of a plan.
+        plan: The plan.
         width: Of the chart.
         link: From a candidate to the address that shows it, or None.
         marked: Settings of a candidate to mark.
     """
-    speed = "tokens_per_second"
-    known = [item for item in document["candidates"] if item["device_total_bytes"] is not None]
-    if not any(item[speed] for item in known):
-        speed = "samples_per_second"
-    known = [item for item in known if item[speed]]
+    unit = "tokens"
+    if not any(item.tokens_per_second for item in plan.candidates if item.device_total_bytes is not None):
+        unit = "samples"
+    known = [
+        _Known(item, item.device_total_bytes, speed)
+        for item in plan.candidates
+        if item.device_total_bytes is not None
+        and (speed := item.tokens_per_second if unit == "tokens" else item.samples_per_second)
+    ]
     if len(known) < 3:
         return ""
-    fitting = [item for item in known if not _is_over(item)]
-    over = [item for item in known if _is_over(item)] if fitting else []
+    fitting = [item for item in known if not item.is_over]
+    over = [item for item in known if item.is_over] if fitting else []
     drawn = fitting or known
-    limits = {item["usable_bytes"] for item in known}
+    limits = {item.candidate.usable_bytes for item in known}
     limit = limits.pop() if len(limits) == 1 else None
-    sizes = [item["device_total_bytes"] for item in drawn]
+    sizes = [item.bytes for item in drawn]
     highest = limit if over and limit is not None else max(*sizes, limit or 0) * 1.06
     top = 26 + (_STRIP if over else 0)
     frame = Frame(width, 62, width - 10, top, top + 250, highest)
-    most = max(item[speed] for item in known) * 1.04
-    front = set(document["details"].get("front", ()))
+    most = max(item.speed for item in known) * 1.04
+    front = set(plan.details.front)
 
-    def place(item: Mapping[str, Any]) -> tuple[float, float]:
-        return frame.x(item[speed] / most), frame.y(item["device_total_bytes"])
+    def place(item: _Known) -> tuple[float, float]:
+        return frame.x(item.speed / most), frame.y(item.bytes)
 
-    body = ['<text x="2" y="13">memory per rank</text>', grid(frame), _speeds(frame, most, speed, width)]
+    body = ['<text x="2" y="13">memory per rank</text>', grid(frame), _speeds(frame, most, unit, width)]
     if limit is not None:
         body.append(_limit(frame, limit))
     if over:
-        body += _strip(over, frame, most, speed, link)
-    line = sorted(place(item) for item in drawn if item["id"] in front)
+        body += _strip(over, frame, most, link)
+    line = sorted(place(item) for item in drawn if item.candidate.id in front)
     if len(line) > 1:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
         body.append(f'<polyline class="front" points="{points}"/>')
     seen: set[tuple[int, int]] = set()
-    for item in sorted(drawn, key=lambda item: (item["id"] == document["chosen"], item["id"] in front)):
+    for item in sorted(drawn, key=lambda k: (k.candidate.id == plan.chosen, k.candidate.id in front)):
         x, y = place(item)
-        kind = "chosen" if item["id"] == document["chosen"] else "on" if item["id"] in front else "off"
+        name = item.candidate.id
+        kind = "chosen" if name == plan.chosen else "on" if name in front else "off"
         if width == NARROW and kind == "off":
             # Thousands of points share a few hundred places on a narrow screen.
             if (round(x), round(y)) in seen:
                 continue
             seen.add((round(x), round(y)))
-        body.append(_point(item, x, y, kind, {"chosen": 7, "on": 4.5, "off": 3}[kind], link(item)))
+        radius = {"chosen": 7, "on": 4.5, "off": 3}[kind]
+        body.append(_point(item.candidate, x, y, kind, radius, link(item.candidate)))
         if kind == "chosen":
             anchor, shift = ("end", -11) if x > (frame.left + frame.right) / 2 else ("start", 11)
             body.append(
                 f'<text class="strong halo" x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">'
-                f"{escape(item['id'])} (chosen)</text>"
+                f"{escape(name)} (chosen)</text>"
             )
     for item in drawn if marked is not None else ():
-        if item["settings"] == marked:
+        if item.candidate.settings == marked:
             x, y = place(item)
             body.append(
                 f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="11"><title>shown</title></circle>'
@@ -90,18 +112,13 @@ def scatter(
     return svg(f"scatter-{width}", width, frame.bottom + 46, title, body, role="group" if linked else "img")
 
 
-def _is_over(item: Mapping[str, Any]) -> bool:
-    return item["usable_bytes"] is not None and item["device_total_bytes"] > item["usable_bytes"]
-
-
-def _speeds(frame: Frame, most: float, speed: str, width: int) -> str:
+def _speeds(frame: Frame, most: float, unit: str, width: int) -> str:
     ticks = number_ticks(most)
     parts = []
     for value, name in ticks[:: 1 if width > NARROW else 2]:
         x, y = frame.x(value / most), frame.bottom
         parts.append(f'<line class="axis" x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}"/>')
         parts.append(f'<text x="{x:.1f}" y="{y + 19}" text-anchor="middle">{name}</text>')
-    unit = speed.split("_", 1)[0]
     middle = (frame.left + frame.right) / 2
     parts.append(
         f'<text x="{middle:.0f}" y="{frame.bottom + 38}" text-anchor="middle">'
@@ -121,13 +138,12 @@ def _limit(frame: Frame, limit: int) -> str:
 
 
 def _strip(
-    over: Sequence[Mapping[str, Any]],
+    over: Sequence[_Known],
     frame: Frame,
     most: float,
-    speed: str,
-    link: Callable[[Mapping[str, Any]], str | None],
+    link: Callable[[Candidate], str | None],
 ) -> list[str]:
-    least, largest = (pick(item["device_total_bytes"] for item in over) for pick in (min, max))
+    least, largest = (pick(item.bytes for item in over) for pick in (min, max))
     spread = amount(least) if least == largest else f"{amount(least)} to {amount(largest)}"
     text = f"{len(over)} do{'es' if len(over) == 1 else ''} not fit: {spread}"
     top = frame.top - _STRIP
@@ -135,17 +151,17 @@ def _strip(
     parts = [f'<rect class="over" x="{frame.left}" y="{top}" {size}/>']
     places = set()
     for item in over:
-        x = round(frame.x(item[speed] / most), 1)
+        x = round(frame.x(item.speed / most), 1)
         if x not in places:
             places.add(x)
-            parts.append(_point(item, x, frame.top - 10, "over", 3, link(item)))
+            parts.append(_point(item.candidate, x, frame.top - 10, "over", 3, link(item.candidate)))
     parts.append(f'<text class="halo" x="{frame.left + 6}" y="{top + 15}">{text}</text>')
     return parts
 
 
-def _point(item: Mapping[str, Any], x: float, y: float, kind: str, radius: float, link: str | None) -> str:
-    figures = f"{amount(item['device_total_bytes'])}, {duration(item['step_seconds'])} per step"
-    label = f"{item['id']}: {figures}; {brief(item['settings'])}"
+def _point(item: Candidate, x: float, y: float, kind: str, radius: float, link: str | None) -> str:
+    figures = f"{amount(item.device_total_bytes)}, {duration(item.step_seconds)} per step"
+    label = f"{item.id}: {figures}; {brief(item.settings)}"
     circle = (
         f'<circle class="p-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
         f"<title>{escape(label)}</title></circle>"

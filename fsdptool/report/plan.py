@@ -1,12 +1,14 @@
-"""Plans on the console. Reads the documents, decides nothing."""
+"""Plans on the console. Decides nothing."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
 from fsdptool.report.curve import curve
@@ -16,7 +18,7 @@ from fsdptool.report.plan_pipeline import print_pipeline
 from fsdptool.report.plan_words import duration
 from fsdptool.report.tables import (
     print_command,
-    print_finding,
+    print_findings,
     print_line,
     print_rows,
     print_table,
@@ -28,68 +30,65 @@ _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold ye
 _FRONT = 8
 
 
-def print_plan(
-    document: Mapping[str, Any], *, explain: bool = False, command: Sequence[str] | None = None
-) -> None:
-    """Print a plan document on one screen: verdict, configuration, one rank's memory, what to change.
+def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | None = None) -> None:
+    """Print a plan plan on one screen: verdict, configuration, one rank's memory, what to change.
 
     Args:
-        document: What ``plan_document`` returned.
+        plan: The plan.
         explain: Show everything else, too: states, phases, the limiting factor, every candidate, every note.
         command: The command line that was given, without what only concerns the output; None prints none.
     """
-    candidate = words.shown(document)
-    print_line(words.headline(document), style=_STYLES[document["verdict"]])
+    candidate = words.shown(plan)
+    print_line(words.headline(plan), style=_STYLES[plan.verdict])
     print_line(words.need(candidate))
-    for line in (*words.unread(document), *words.loop(document)):
+    for line in (*words.unread(plan), *words.loop(plan)):
         print_line(line)
-    for line in words.shortfall(document):
+    for line in words.shortfall(plan):
         print_line(line)
-    if candidate["step_seconds"] is not None:
-        mfu = f", MFU {candidate['mfu']:.0%}" if candidate["mfu"] is not None else ""
-        step = duration(candidate["step_seconds"])
+    if candidate.step_seconds is not None:
+        mfu = f", MFU {candidate.mfu:.0%}" if candidate.mfu is not None else ""
+        step = duration(candidate.step_seconds)
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
-    if run := words.duration_of_run(document):
+    if run := words.duration_of_run(plan):
         print_line(run)
-    if document["details"].get("adapter"):
-        lora = document["inputs"]["recipe"]["method"]["lora"]
+    if plan.details.adapter and (lora := plan.inputs.recipe.method.lora) is not None:
         print_line(f"trains the LoRA adapter: {words.lora_words(lora)}")
-    if stored := words.dtypes(document):
+    if stored := words.dtypes(plan):
         print_line(stored)
-    requested = candidate["id"] in document["details"]["asked"]
-    name = "requested configuration" if requested else f"chosen configuration ({candidate['id']})"
-    print_line(f"{name}: {words.brief(candidate['settings'])}")
-    _command(document, command)
-    for line in words.spare_memory(document):
+    requested = candidate.id in plan.details.asked
+    name = "requested configuration" if requested else f"chosen configuration ({candidate.id})"
+    print_line(f"{name}: {words.brief(candidate.settings)}")
+    _command(plan, command)
+    for line in words.spare_memory(plan):
         print_line(line)
-    _host(document, candidate)
+    _host(plan, candidate)
     _components(candidate, explain=explain)
     _timeline(candidate)
-    _mesh(document, explain=explain)
-    print_pipeline(document)
+    _mesh(plan, explain=explain)
+    print_pipeline(plan)
     if explain:
-        _states(document)
-        _peak(document, candidate)
+        _states(plan)
+        _peak(plan, candidate)
         _phases(candidate)
-        _configuration(document, candidate)
+        _configuration(plan, candidate)
         _seconds(candidate)
-        _limit(document, candidate)
-    print_lengths(document, explain=explain)
-    _offers(document)
-    _batches(document)
-    if explain or document["chosen"] is None:
-        _others(document, explain=explain)
-    _suggestions(document)
-    _notes(document, explain=explain)
+        _limit(plan, candidate)
+    print_lengths(plan, explain=explain)
+    _offers(plan)
+    _batches(plan)
+    if explain or plan.chosen is None:
+        _others(plan, explain=explain)
+    _suggestions(plan)
+    _notes(plan, explain=explain)
 
 
 _SMALL = 0.01
 """Share of the total below which components are printed as one line."""
 
 
-def _command(document: Mapping[str, Any], command: Sequence[str] | None) -> None:
+def _command(plan: Plan, command: Sequence[str] | None) -> None:
     """Print the flags of the configuration, alone or in the command that plans exactly it."""
-    flags = document["details"].get("flags")
+    flags = plan.details.flags
     if not flags:
         return
     if command is None:
@@ -107,55 +106,56 @@ def _command(document: Mapping[str, Any], command: Sequence[str] | None) -> None
     print_command("command", [*command, *missing, "--no-search"])
 
 
-def print_candidates(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
+def print_candidates(plan: Plan, separator: Literal["tsv", "csv"]) -> None:
     """Print every candidate for programs: figures in bytes and seconds, an empty cell for what is unknown."""
     figures = (
         *("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes"),
         *("host_bytes_per_node", "step_seconds", "samples_per_second", "tokens_per_second", "mfu"),
     )
-    settings = [name for name in document["candidates"][0]["settings"] if name != "cluster"]
-    names = [offer["name"] for offer in document["details"]["offers"]]
+    settings = [item.name for item in fields(SearchPoint) if item.name != "cluster"]
     rows = []
-    for item in document["candidates"]:
-        values = {**item["settings"], "wrap_classes": " ".join(item["settings"]["wrap_classes"])}
-        rejection = item["rejected_by"] or {}
-        chosen = item["id"] == document["chosen"]
+    for item in plan.candidates:
+        rejection = item.rejected_by
+        kind = rejection.kind.value if rejection is not None else None
+        values = [getattr(item.settings, name) for name in settings]
         rows.append(
             (
-                *(item["id"], names[values["cluster"]], "chosen" if chosen else rejection.get("kind")),
-                *(item[name] for name in figures),
-                *(values[name] for name in settings),
-                rejection.get("detail"),
+                item.id,
+                plan.details.offers[item.settings.cluster].name,
+                "chosen" if item.id == plan.chosen else kind,
+                *(getattr(item, name) for name in figures),
+                *(" ".join(value) if isinstance(value, tuple) else value for value in values),
+                rejection.detail if rejection is not None else None,
             )
         )
     heads = ("candidate", "cluster", "verdict", *figures, *settings, "reason")
     print_rows(heads, rows, separator=separator)
 
 
-def _components(candidate: Mapping[str, Any], *, explain: bool) -> None:
+def _components(candidate: Candidate, *, explain: bool) -> None:
     print_line()
-    total = candidate["device_total_bytes"] or 0
-    shown: list[Mapping[str, Any]] = []
-    small: list[Mapping[str, Any]] = []
-    for item in sorted(candidate["components"], key=lambda item: -(item["bytes"] or 0)):
-        tiny = item["bytes"] is not None and item["bytes"] < _SMALL * total
+    total = candidate.device_total_bytes or 0
+    shown: list[ComponentBytes] = []
+    small: list[ComponentBytes] = []
+    for item in sorted(candidate.components, key=lambda item: -(item.bytes or 0)):
+        tiny = item.bytes is not None and item.bytes < _SMALL * total
         (small if tiny and not explain else shown).append(item)
     if len(small) < 2:
         shown, small = [*shown, *small], []
     cells = [
         (
-            item["name"].replace("_", " "),
-            amount(item["bytes"]),
-            _share(item["bytes"], total),
-            words.MARKS[item["basis"]],
+            item.name.replace("_", " "),
+            amount(item.bytes),
+            _share(item.bytes, total),
+            words.MARKS[item.basis],
         )
         for item in shown
     ]
     if small:
-        rest = sum(item["bytes"] for item in small)
+        rest = sum(item.bytes or 0 for item in small)
         cells.append((f"{len(small)} others", amount(rest), _share(rest, total), "estimate"))
-    if candidate["device_total_bytes"] is not None:
-        cells.append(("total", amount(candidate["device_total_bytes"]), "", "estimate"))
+    if candidate.device_total_bytes is not None:
+        cells.append(("total", amount(candidate.device_total_bytes), "", "estimate"))
     print_table(
         ("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2), optional=(2,)
     )
@@ -165,38 +165,37 @@ def _share(size: int | None, total: int) -> str:
     return f"{size / total:.1%}" if total and size is not None else ""
 
 
-def _mesh(document: Mapping[str, Any], *, explain: bool) -> None:
+def _mesh(plan: Plan, *, explain: bool) -> None:
     """Print why the mesh was chosen: always where it is more than sharding over all ranks."""
-    plain = words.is_plain(words.shown(document)["settings"])
-    lines = list(mesh_lines(document)) if explain or not plain else []
+    plain = words.is_plain(words.shown(plan).settings)
+    lines = list(mesh_lines(plan)) if explain or not plain else []
     if lines:
         print_line()
     for line in lines:
         print_line(line)
 
 
-def _states(document: Mapping[str, Any]) -> None:
-    states = document["details"].get("states") or {}
-    if states:
+def _states(plan: Plan) -> None:
+    if states := plan.details.states:
         kept = ", ".join(f"{name} {amount(size)}" for name, size in states.items())
         print_line()
         print_line(f"model states over a whole step: {kept} (exact)")
 
 
-def _peak(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
-    peak = candidate["peak"]
+def _peak(plan: Plan, candidate: Candidate) -> None:
+    peak = candidate.peak
     if peak is None:
         return
     print_line()
-    allocated, reserved = candidate["allocated_peak_bytes"], candidate["reserved_peak_bytes"]
-    text = f"peak: {peak['moment']}; allocated {amount(allocated)}"
+    allocated, reserved = candidate.allocated_peak_bytes, candidate.reserved_peak_bytes
+    text = f"peak: {peak.moment}; allocated {amount(allocated)}"
     if reserved is not None:
-        text += f", reserved {amount(reserved)}{words.reserved_range(document, candidate)}"
+        text += f", reserved {amount(reserved)}{words.reserved_range(plan, candidate)}"
     print_line(text)
-    if candidate.get("allocated_peak_range_bytes"):
-        _, most = candidate["allocated_peak_range_bytes"]
+    if candidate.allocated_peak_range_bytes:
+        _, most = candidate.allocated_peak_range_bytes
         print_line(f"allocated if compiled blocks fuse nothing: {amount(most)}")
-    alive = ", ".join(f"{item['name']} {amount(item['bytes'])}" for item in peak["live"][:5])
+    alive = ", ".join(f"{item.name} {amount(item.bytes)}" for item in peak.live[:5])
     print_line(f"allocated at the peak: {alive}")
 
 
@@ -204,7 +203,7 @@ _CURVE = 48
 """Columns of the curve of a step, where the terminal has them."""
 
 
-def _timeline(candidate: Mapping[str, Any]) -> None:
+def _timeline(candidate: Candidate) -> None:
     """Print the step's curve: all of the allocated memory, then each group of components to one scale.
 
     A narrow terminal has fewer columns of it; in the narrowest ones it is below its name.
@@ -233,7 +232,7 @@ def _spark(level: int, top: int) -> str:
     return _SPARKS[min(level * len(_SPARKS) // top, len(_SPARKS) - 1)]
 
 
-def _phases(candidate: Mapping[str, Any]) -> None:
+def _phases(candidate: Candidate) -> None:
     rows = words.phases(candidate)
     if not rows:
         return
@@ -242,27 +241,26 @@ def _phases(candidate: Mapping[str, Any]) -> None:
     print_table(heads, rows, numeric=(2,), optional=(1, 4))
 
 
-def _host(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
-    host = candidate["host_bytes_per_node"]
+def _host(plan: Plan, candidate: Candidate) -> None:
+    host = candidate.host_bytes_per_node
     if host:
-        cluster = document["inputs"]["clusters"][candidate["settings"]["cluster"]]
-        known = cluster.get("host_memory_bytes")
+        known = plan.inputs.clusters[candidate.settings.cluster].host_memory_bytes
         limit = f"of {amount(known)}" if known is not None else "(not checked: its size is not given)"
         print_line(f"host memory per node: {amount(host)} {limit}")
 
 
-def _batches(document: Mapping[str, Any]) -> None:
+def _batches(plan: Plan) -> None:
     """Print the largest micro-batch of every combination of settings that was tried (``--max-batch``)."""
     rows = [
         (
-            item["checkpointing"].replace("_", " "),
-            words.resharding(item["reshard_after_forward"]),
-            "none fits" if item["micro_batch"] is None else f"{item['micro_batch']} x {item['accumulation']}",
-            amount(item["device_total_bytes"]) if item["micro_batch"] is not None else "",
-            words.speed(item) if item["micro_batch"] is not None else "",
+            item.checkpointing.replace("_", " "),
+            words.resharding(item.reshard_after_forward),
+            "none fits" if item.micro_batch is None else f"{item.micro_batch} x {item.accumulation}",
+            amount(item.device_total_bytes) if item.micro_batch is not None else "",
+            words.speed(item) if item.micro_batch is not None else "",
         )
-        for cluster in document["details"].get("max_batch", ())
-        for item in cluster.get("settings", ())
+        for cluster in plan.details.max_batch
+        for item in cluster.settings
     ]
     if len(rows) > 1:
         print_line()
@@ -270,68 +268,66 @@ def _batches(document: Mapping[str, Any]) -> None:
         print_table(heads, rows, numeric=(2, 3, 4), optional=(3, 4))
 
 
-def _configuration(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
+def _configuration(plan: Plan, candidate: Candidate) -> None:
     print_line()
-    print_table(("setting", "value"), words.configuration(document, candidate["settings"]))
+    print_table(("setting", "value"), words.configuration(plan, candidate.settings))
 
 
-def _seconds(candidate: Mapping[str, Any]) -> None:
-    parts = candidate.get("seconds") or {}
-    if not parts:
+def _seconds(candidate: Candidate) -> None:
+    if not candidate.seconds:
         return
     print_line()
-    rows = [(name.replace("_", " "), duration(value)) for name, value in parts.items() if value]
+    rows = [(name.replace("_", " "), duration(value)) for name, value in candidate.seconds.items() if value]
     print_table(("step time by part", "estimate"), rows, numeric=(1,))
 
 
-def _limit(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
+def _limit(plan: Plan, candidate: Candidate) -> None:
     """Say why candidates were rejected and, of several, what keeps the chosen one from being faster."""
     print_line()
-    kinds = [item["rejected_by"]["kind"] for item in document["candidates"] if item["rejected_by"]]
+    kinds = [item.rejected_by.kind for item in plan.candidates if item.rejected_by]
     if kinds:
         reasons = sorted(words.REJECTIONS[kind] for kind in kinds)
         counted = ", ".join(f"{reason} {reasons.count(reason)}" for reason in dict.fromkeys(reasons))
         print_line(f"rejected candidates by reason: {counted}")
-    if document["chosen"] is None or len(document["candidates"]) == 1:
+    if plan.chosen is None or len(plan.candidates) == 1:
         return
-    speed = candidate.get("samples_per_second")
+    speed = candidate.samples_per_second
     faster = [
-        item
-        for item in document["candidates"]
-        if speed and (item.get("samples_per_second") or 0) > speed * 1.02 and item["rejected_by"]
+        (item.samples_per_second or 0, item, item.rejected_by)
+        for item in plan.candidates
+        if speed and (item.samples_per_second or 0) > speed * 1.02 and item.rejected_by
     ]
     if not faster:
         print_line("limiting factor: step time; no other candidate is more than 2 % faster")
         return
-    best = max(faster, key=lambda item: item["samples_per_second"])
-    rejection = best["rejected_by"]
+    _, best, rejection = max(faster, key=lambda item: item[0])
     print_line(
-        f"limiting factor: {words.REJECTIONS[rejection['kind']]}; {best['id']}"
-        f" ({words.brief(best['settings'])}) is faster, but {rejection['detail']}"
+        f"limiting factor: {words.REJECTIONS[rejection.kind]}; {best.id}"
+        f" ({words.brief(best.settings)}) is faster, but {rejection.detail}"
     )
 
 
-def _offers(document: Mapping[str, Any]) -> None:
-    if len(document["details"]["clusters"]) > 1:
-        heads, offers = words.offers(document)
+def _offers(plan: Plan) -> None:
+    if len(plan.details.clusters) > 1:
+        heads, offers = words.offers(plan)
         print_line()
         least = [heads.index(name) for name in ("cluster", "memory", "run", "speed") if name in heads]
         print_table(heads, offers, numeric=tuple(range(2, len(heads))), optional=least)
 
 
-def _others(document: Mapping[str, Any], *, explain: bool) -> None:
-    candidates = document["candidates"]
+def _others(plan: Plan, *, explain: bool) -> None:
+    candidates = plan.candidates
     if len(candidates) < 2:
         return
-    front = list(document["details"].get("front", ()))
-    names = [item["id"] for item in candidates] if explain else front[:_FRONT]
-    if document["chosen"] is not None and document["chosen"] not in names:
-        names.insert(0, document["chosen"])
+    front = plan.details.front
+    names = [item.id for item in candidates] if explain else list(front[:_FRONT])
+    if plan.chosen is not None and plan.chosen not in names:
+        names.insert(0, plan.chosen)
     rows = []
     for name in names:
-        item = words.find(document, name)
+        item = words.find(plan, name)
         if item is not None:
-            rows.append(_row(document, item))
+            rows.append(_row(plan, item))
     print_line()
     if not rows:
         print_line(f"none of the {len(candidates)} candidates fits (--explain lists them)")
@@ -341,35 +337,35 @@ def _others(document: Mapping[str, Any], *, explain: bool) -> None:
     print_table(heads, rows, numeric=(1, 2, 3), optional=(2, 3))
 
 
-def _row(document: Mapping[str, Any], item: Mapping[str, Any]) -> tuple[str, ...]:
-    verdict = "chosen" if item["id"] == document["chosen"] else words.reason(item) or "fits"
-    settings = words.brief(item["settings"])
-    if len(document["details"]["clusters"]) > 1:
-        settings = f"{document['details']['clusters'][item['settings']['cluster']]}; {settings}"
-    if item.get("price_per_million_samples") is not None:
-        verdict = f"{verdict}; price per million samples {words.money(item['price_per_million_samples'])}"
+def _row(plan: Plan, item: Candidate) -> tuple[str, ...]:
+    verdict = "chosen" if item.id == plan.chosen else words.reason(item) or "fits"
+    settings = words.brief(item.settings)
+    if len(plan.details.clusters) > 1:
+        settings = f"{plan.details.clusters[item.settings.cluster]}; {settings}"
+    if item.price_per_million_samples is not None:
+        verdict = f"{verdict}; price per million samples {words.money(item.price_per_million_samples)}"
     return (
-        item["id"],
-        amount(item["device_total_bytes"]),
-        duration(item["step_seconds"]),
+        item.id,
+        amount(item.device_total_bytes),
+        duration(item.step_seconds),
         words.speed(item),
         settings,
         verdict,
     )
 
 
-def _suggestions(document: Mapping[str, Any]) -> None:
-    steps = document["next_steps"]
+def _suggestions(plan: Plan) -> None:
+    steps = plan.next_steps
     if not steps:
         return
     print_line()
     rows = [
         (
-            step["change"],
-            amount(step["device_total_bytes"]),
-            words.speed(step) if step.get("samples_per_second") else "",
-            words.FITS[step["fits"]],
-            step["cost"],
+            step.change,
+            amount(step.device_total_bytes),
+            words.speed(step) if step.samples_per_second else "",
+            words.FITS[step.fits],
+            step.cost,
         )
         for step in steps
     ]
@@ -378,26 +374,25 @@ def _suggestions(document: Mapping[str, Any]) -> None:
     )
 
 
-def _notes(document: Mapping[str, Any], *, explain: bool) -> None:
-    details = document["details"]
-    lines = [f"unknown: {text}" for text in document["unknowns"]]
+def _notes(plan: Plan, *, explain: bool) -> None:
+    details = plan.details
+    lines = [f"unknown: {text}" for text in plan.unknowns]
     if explain:
-        lines += [f"note: {text}" for text in details.get("notes", ())]
-    for largest in details.get("max_batch", ()):
-        size = largest["micro_batch"]
+        lines += [f"note: {text}" for text in details.notes]
+    for largest in details.max_batch:
+        size = largest.micro_batch
         lines.append(f"largest micro-batch that fits: {size if size is not None else 'none'}")
-    if document["confidence"] != "verified":
+    if plan.confidence != "verified":
         lines.append("confidence: unverified (the model of FSDP2 was not checked against this torch version)")
-    findings = [item for item in document["diagnostics"] if explain or item["severity"] != "info"]
+    findings = [item for item in plan.diagnostics if explain or item.severity != "info"]
     if lines or findings:
         print_line()
     for line in lines:
         print_line(line)
-    hidden = len(document["diagnostics"]) - len(findings) + (0 if explain else len(details.get("notes", ())))
+    hidden = len(plan.diagnostics) - len(findings) + (0 if explain else len(details.notes))
     if hidden and not explain:
         more = "note" if hidden == 1 else "notes"
         if not (lines or findings):
             print_line()
         print_line(f"--explain shows phases, every candidate and {hidden} {more}")
-    for finding in findings:
-        print_finding(finding["severity"], finding["code"], finding["message"], finding.get("help"))
+    print_findings(findings)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fsdptool.formatting import amount
+from fsdptool.records.plan import Plan
 from fsdptool.report import plan_words as words
 from fsdptool.report.tables import print_line, print_table
 
 
-def print_pipeline(document: Mapping[str, Any]) -> None:
+def print_pipeline(plan: Plan) -> None:
     """Print the schedule and a table of the stages, where the plan has any."""
-    found = pipeline_rows(document)
+    found = pipeline_rows(plan)
     if found is not None:
         line, heads, rows = found
         print_line()
@@ -21,29 +19,29 @@ def print_pipeline(document: Mapping[str, Any]) -> None:
 
 
 def pipeline_rows(
-    document: Mapping[str, Any],
+    plan: Plan,
 ) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]] | None:
     """Return a line about the pipeline, and heads and rows of the table of its stages; None without one."""
-    pipeline = document["details"].get("pipeline")
-    if not pipeline:
+    pipeline = plan.details.pipeline
+    if pipeline is None:
         return None
-    virtual = f" with {pipeline['virtual']} virtual stages per rank" if pipeline["virtual"] > 1 else ""
+    virtual = f" with {pipeline.virtual} virtual stages per rank" if pipeline.virtual > 1 else ""
     line = (
-        f"pipeline of {pipeline['ranks']} stages, planned only (estimates): schedule {pipeline['schedule']}"
-        f"{virtual}, {pipeline['micro_batches']} micro-batches, bubble {pipeline['bubble']:.0%} of the ideal"
-        f" time, {amount(pipeline['sent_bytes'])} sent over each boundary"
+        f"pipeline of {pipeline.ranks} stages, planned only (estimates): schedule {pipeline.schedule}"
+        f"{virtual}, {pipeline.micro_batches} micro-batches, bubble {pipeline.bubble:.0%} of the ideal"
+        f" time, {amount(pipeline.sent_bytes)} sent over each boundary"
     )
     rows: list[tuple[str, ...]] = [
         (
             str(number),
-            ", ".join(f"{first}-{last - 1}" for first, last in stage["blocks"]),
-            amount(stage["parameters"]),
-            str(stage["in_flight"]),
-            amount(stage["activation_bytes"]),
-            amount(stage["allocated_bytes"]),
-            words.duration(stage["micro_batch_seconds"]),
+            ", ".join(f"{first}-{last - 1}" for first, last in stage.blocks),
+            amount(stage.parameters),
+            str(stage.in_flight),
+            amount(stage.activation_bytes),
+            amount(stage.allocated_bytes),
+            words.duration(stage.micro_batch_seconds),
         )
-        for number, stage in enumerate(pipeline["stages"])
+        for number, stage in enumerate(pipeline.stages)
     ]
     heads: tuple[str, ...] = (
         "stage",

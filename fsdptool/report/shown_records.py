@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdptool.formatting import amount, printable
+from fsdptool.records.command_documents import ComparedFigure, Comparison, Figure
+from fsdptool.records.detection import Detection
+from fsdptool.records.diagnostic import Answer, Diagnostic
+from fsdptool.records.plan import Plan
 from fsdptool.report import plan_words as words
 from fsdptool.report.comparison import figure_cells, headline
 from fsdptool.report.html_page import breaking, foot, html_table, notes, page, section
@@ -20,49 +24,50 @@ _SHOWN_FIGURES = 8
 _CHARTED = 16
 
 
-def plan_lines(document: Mapping[str, Any]) -> list[str]:
+def plan_lines(plan: Plan) -> list[str]:
     """Return a plan in a few lines: verdict, configuration, memory, speed, and what else it holds."""
-    candidate = words.shown(document)
+    candidate = words.shown(plan)
     lines = [
-        words.headline(document),
-        f"{candidate['id']}: {words.brief(candidate['settings'])}",
+        words.headline(plan),
+        f"{candidate.id}: {words.brief(candidate.settings)}",
         words.need(candidate),
     ]
-    if candidate["step_seconds"] is not None:
+    if candidate.step_seconds is not None:
         lines.append(
-            f"{words.duration(candidate['step_seconds'])} per step, {words.speed(candidate)} (estimate)"
+            f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
         )
     held = [
-        _number(len(document["candidates"]), "candidate"),
-        _number(len(document["next_steps"]), "suggestion"),
-        *_severities(document["diagnostics"]),
+        _number(len(plan.candidates), "candidate"),
+        _number(len(plan.next_steps), "suggestion"),
+        *_severities(plan.diagnostics),
     ]
     return _printable([*lines, ", ".join(held)])
 
 
-def detection_lines(document: Mapping[str, Any]) -> list[str]:
+def detection_lines(answer: Answer[Detection]) -> list[str]:
     """Return a detection in a few lines: class, size, wrap classes with the reason, and findings."""
-    model, wrap, total = document["model"], document["wrap"], document["parameters"]
+    detection = answer.body
+    model, wrap, total = detection.model, detection.wrap, detection.parameters
     lines = [
-        f"{document['reference']['id']}: {model['class']}, {total['total']:,} parameters (exact)",
-        f"wrap: {', '.join(wrap['classes']) or 'nothing'}",
+        f"{detection.reference.id}: {model.class_}, {total.total:,} parameters (exact)",
+        f"wrap: {', '.join(wrap.classes) or 'nothing'}",
     ]
-    chosen = [f"{item['name']}: {item['reason']}" for item in document["classes"] if item["chosen"]]
+    chosen = [f"{item.name}: {item.reason}" for item in detection.classes if item.chosen]
     lines += [f"  {text}" for text in chosen[:3]]
-    largest = document["largest_unit"]
+    largest = detection.largest_unit
     lines.append(
-        f"{len(document['units'])} FSDP units ({wrap['layout']} layout); the largest is {largest['id']}:"
-        f" {count(largest['parameters'])}, {largest['share']:.1%} of all"
+        f"{len(detection.units)} FSDP units ({wrap.layout} layout); the largest is {largest.id}:"
+        f" {count(largest.parameters)}, {largest.share:.1%} of all"
     )
-    if document["ties"]:
-        lines.append(_number(len(document["ties"]), "group") + " of tied parameters")
-    return _printable([*lines, *_found(document["diagnostics"])])
+    if detection.ties:
+        lines.append(_number(len(detection.ties), "group") + " of tied parameters")
+    return _printable([*lines, *_found(answer.envelope.diagnostics)])
 
 
-def comparison_lines(document: Mapping[str, Any]) -> list[str]:
+def comparison_lines(comparison: Comparison) -> list[str]:
     """Return a comparison in a few lines: its error, and the figures that differ."""
-    differing = [row for row in document["rows"] if row["left"] != row["right"]]
-    lines = [headline(document)]
+    differing = [row for row in comparison.rows if row.left != row.right]
+    lines = [headline(comparison)]
     for row in differing[:_SHOWN_FIGURES]:
         what, left, right, percent = figure_cells(row)
         lines.append(f"{what}: {left} -> {right}{f' ({percent})' if percent else ''}")
@@ -74,7 +79,7 @@ def comparison_lines(document: Mapping[str, Any]) -> list[str]:
 def verdict_lines(readings: Sequence[Reading]) -> list[str]:
     """Return the findings in files in a few lines, the most severe first."""
     findings = [item for reading in readings for item in reading.diagnostics]
-    count_of = ", ".join(_severities([{"severity": item.severity} for item in findings])) or "no findings"
+    count_of = ", ".join(_severities(findings)) or "no findings"
     lines = [f"{_number(len(readings), 'file')}: {count_of}"]
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda item: order[item.severity])
@@ -86,28 +91,28 @@ def verdict_lines(readings: Sequence[Reading]) -> list[str]:
     return _printable(lines)
 
 
-def comparison_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a ``compare`` document, as HTML text."""
-    run = document["kind"] == "run"
+def comparison_page(answer: Answer[Comparison]) -> str:
+    """Return the page of an answer of ``compare``, as HTML text."""
+    comparison = answer.body
+    run = comparison.kind == "run"
     sides = ("predicted", "measured") if run else ("left", "right")
-    title = f"{document['left']} and {document['right']}"
-    charted = [row for row in (*document["rows"], *document["moments"]) if _drawable(row)]
-    bars = _bars(charted[:_CHARTED], sides)
-    text = headline(document).removeprefix(f"{title}: ")
+    title = f"{comparison.left} and {comparison.right}"
+    bars = _bars((*comparison.rows, *comparison.moments), sides)
+    text = headline(comparison).removeprefix(f"{title}: ")
     summary = f"<p>{escape(text[:1].upper() + text[1:])}.</p>" if text != title else ""
     chart = f"{bars}{_key(sides)}" if bars else ""
     body = [
         f"<header><h1>{breaking(title)}</h1>{summary}</header>",
         section("Memory", chart),
-        section("Figures", _figures("Totals", document["rows"], sides)),
-        section("Memory by moment", _figures("Moments", document["moments"], sides)),
-        section("Notes", notes(document["notes"])),
-        foot(document),
+        section("Figures", _figures("Totals", comparison.rows, sides)),
+        section("Memory by moment", _figures("Moments", comparison.moments, sides)),
+        section("Notes", notes(comparison.notes)),
+        foot(answer.envelope.inputs_digest),
     ]
     return page(title, "\n".join(part for part in body if part))
 
 
-def _figures(caption: str, rows: Sequence[Mapping[str, Any]], sides: tuple[str, str]) -> str:
+def _figures(caption: str, rows: Sequence[ComparedFigure], sides: tuple[str, str]) -> str:
     if not rows:
         return ""
     lines = []
@@ -122,32 +127,31 @@ def _figures(caption: str, rows: Sequence[Mapping[str, Any]], sides: tuple[str, 
     return html_table(caption, heads, lines, numbers=(1, 2, 3), tall=tall, cards=True)
 
 
-def _drawable(row: Mapping[str, Any]) -> bool:
-    return row["unit"] == "bytes" and (bool(row["left"]) or bool(row["right"]))
-
-
-def _bars(rows: Sequence[Mapping[str, Any]], sides: tuple[str, str]) -> str:
-    """Return two bars per figure, the left side above the right one, on one scale."""
-    if not rows:
+def _bars(rows: Sequence[ComparedFigure], sides: tuple[str, str]) -> str:
+    """Return two bars per figure in bytes, the left side above the right one, on one scale."""
+    sizes = [(row.what, _bytes(row.left), _bytes(row.right)) for row in rows if row.unit == "bytes"]
+    charted = [size for size in sizes if size[1] or size[2]][:_CHARTED]
+    if not charted:
         return ""
-    most = max(row[side] or 0 for row in rows for side in ("left", "right"))
+    most = max(max(left or 0, right or 0) for _, left, right in charted)
     lines = []
-    for row in rows:
+    for what, left, right in charted:
         bars = "".join(
-            f'<rect class="g-{group}" x="0" y="{y}" width="{(row[side] or 0) / most * 100:.2f}" height="4">'
-            f"<title>{name}: {amount(row[side])}</title></rect>"
-            for side, name, group, y in (
-                ("left", sides[0], "states", 1),
-                ("right", sides[1], "gathered", 6),
-            )
+            f'<rect class="g-{group}" x="0" y="{y}" width="{(size or 0) / most * 100:.2f}" height="4">'
+            f"<title>{name}: {amount(size)}</title></rect>"
+            for size, name, group, y in ((left, sides[0], "states", 1), (right, sides[1], "gathered", 6))
         )
         lines.append(
-            f'<tr><th scope="row">{breaking(row["what"])}</th><td class="wide">'
+            f'<tr><th scope="row">{breaking(what)}</th><td class="wide">'
             f'<svg viewBox="0 0 100 11" preserveAspectRatio="none" class="pair" aria-hidden="true">'
-            f'{bars}</svg></td><td class="n">{amount(row["left"])}<br>{amount(row["right"])}</td></tr>'
+            f'{bars}</svg></td><td class="n">{amount(left)}<br>{amount(right)}</td></tr>'
         )
     heads = ("figure", f"{sides[0]} above {sides[1]}", "bytes")
     return html_table("Memory on one scale", heads, lines, numbers=(2,), cards=True)
+
+
+def _bytes(value: Figure) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _key(sides: tuple[str, str]) -> str:
@@ -182,15 +186,15 @@ def _finding_table(reading: Reading) -> str:
 _CLASSES = {"error": "does_not_fit", "warning": "unknown", "info": "soft"}
 
 
-def _found(diagnostics: Sequence[Mapping[str, Any]]) -> list[str]:
-    serious = [item for item in diagnostics if item["severity"] != "info"]
-    lines = [f"{item['severity']} {item['code']}: {item['message']}" for item in serious[:_SHOWN_FINDINGS]]
+def _found(diagnostics: Iterable[Diagnostic]) -> list[str]:
+    serious = [item for item in diagnostics if item.severity != "info"]
+    lines = [f"{item.severity} {item.code}: {item.message}" for item in serious[:_SHOWN_FINDINGS]]
     rest = len(serious) - _SHOWN_FINDINGS
     return [*lines, f"... and {rest} more"] if rest > 0 else lines
 
 
-def _severities(diagnostics: Iterable[Mapping[str, Any]]) -> list[str]:
-    found = [item["severity"] for item in diagnostics]
+def _severities(diagnostics: Iterable[Diagnostic]) -> list[str]:
+    found = [item.severity for item in diagnostics]
     names = {"error": "error", "warning": "warning", "info": "note"}
     return [_number(found.count(kind), name) for kind, name in names.items() if kind in found]
 

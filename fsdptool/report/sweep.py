@@ -1,4 +1,4 @@
-"""Sweeps on the console, as rows and as a chart. Reads the document, decides nothing."""
+"""Sweeps on the console, as rows and as a chart. Reads the sweep, decides nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.command_documents import Sweep, SweepRow
 from fsdptool.records.mesh import PLANNED
 from fsdptool.report import plan_words as words
 from fsdptool.report.tables import print_rows, print_table
@@ -35,26 +36,26 @@ _SETTINGS = (
 )
 
 
-def print_sweep(document: Mapping[str, Any]) -> None:
+def print_sweep(sweep: Sweep) -> None:
     """Print one row per combination: its values, verdict, memory, speed and chosen configuration."""
-    swept = [name.replace("_", " ") for name in document["options"]]
-    priced = any(row["price_per_million_tokens"] is not None for row in document["rows"])
+    swept = [name.replace("_", " ") for name in sweep.options]
+    priced = any(row.price_per_million_tokens is not None for row in sweep.rows)
     heads = (*swept, "verdict", "memory", "per step", "speed", "per million tokens", "configuration")
     rows = []
-    for row in document["rows"]:
-        values = [f"{row['values'][name]:g}" for name in document["options"]]
-        if row["verdict"] is None:
-            rows.append((*values, "invalid", "", "", "", "", row["reason"]))
+    for row in sweep.rows:
+        values = [f"{row.values[name]:g}" for name in sweep.options]
+        if row.verdict is None or row.settings is None:
+            rows.append((*values, "invalid", "", "", "", "", row.reason or ""))
             continue
         rows.append(
             (
                 *values,
-                words.VERDICTS[row["verdict"]],
-                amount(row["device_total_bytes"]),
-                words.duration(row["step_seconds"]),
+                words.VERDICTS[row.verdict],
+                amount(row.device_total_bytes),
+                words.duration(row.step_seconds),
                 words.speed(row),
-                words.money(row["price_per_million_tokens"]) if priced else "",
-                words.brief(row["settings"]),
+                words.money(row.price_per_million_tokens) if priced else "",
+                words.brief(row.settings),
             )
         )
     first = len(swept)
@@ -65,29 +66,29 @@ def print_sweep(document: Mapping[str, Any]) -> None:
     print_table(heads, rows, numeric=numeric, optional=(first + 2, first + 3))
 
 
-def print_sweep_rows(document: Mapping[str, Any], separator: Literal["tsv", "csv"]) -> None:
+def print_sweep_rows(sweep: Sweep, separator: Literal["tsv", "csv"]) -> None:
     """Print the rows for programs (:func:`~fsdptool.report.tables.print_rows`)."""
-    print_rows(*_table(document), separator=separator)
+    print_rows(*_table(sweep), separator=separator)
 
 
-def sweep_csv(document: Mapping[str, Any]) -> str:
+def sweep_csv(sweep: Sweep) -> str:
     """Return the rows as CSV."""
     stream = io.StringIO()
-    print_rows(*_table(document), separator="csv", stream=stream)
+    print_rows(*_table(sweep), separator="csv", stream=stream)
     return stream.getvalue()
 
 
-def _table(document: Mapping[str, Any]) -> tuple[Sequence[str], Iterable[Sequence[object]]]:
-    names = document["options"]
+def _table(sweep: Sweep) -> tuple[Sequence[str], Iterable[Sequence[object]]]:
+    names = sweep.options
     own = tuple(name for name in _SETTINGS if name not in names)
     rows = (
         (
-            *(row["values"][name] for name in names),
-            *(row[name] for name in _FIGURES),
-            *((row["settings"] or {}).get(name) for name in own),
-            row["reason"],
+            *(row.values[name] for name in names),
+            *(getattr(row, name) for name in _FIGURES),
+            *(getattr(row.settings, name, None) for name in own),
+            row.reason,
         )
-        for row in document["rows"]
+        for row in sweep.rows
     )
     return (*names, *_FIGURES, *own, "reason"), rows
 
@@ -96,22 +97,22 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 300, 90, 40, 250
 _COLOURS = ("#1f5fbf", "#c9822b", "#0b6b3a", "#8a63a8", "#a3211b", "#3f8f6b")
 
 
-def sweep_svg(document: Mapping[str, Any]) -> str:
+def sweep_svg(sweep: Sweep) -> str:
     """Return memory and speed over the first swept option as an SVG image, a line per value of the others.
 
     Values of the first option are spaced evenly, in their order. Filled points fit, hollow ones do not.
     """
-    first, *others = document["options"]
-    places = sorted({row["values"][first] for row in document["rows"]})
-    series: dict[str, list[Mapping[str, Any]]] = {}
-    for row in document["rows"]:
-        if row["verdict"] is not None:
-            name = ", ".join(f"{other.replace('_', ' ')} {row['values'][other]:g}" for other in others)
+    first, *others = sweep.options
+    places = sorted({row.values[first] for row in sweep.rows})
+    series: dict[str, list[SweepRow]] = {}
+    for row in sweep.rows:
+        if row.verdict is not None:
+            name = ", ".join(f"{other.replace('_', ' ')} {row.values[other]:g}" for other in others)
             series.setdefault(name, []).append(row)
     speed = "tokens_per_second"
-    if not any(row[speed] is not None for rows in series.values() for row in rows):
+    if not any(getattr(row, speed) is not None for rows in series.values() for row in rows):
         speed = "samples_per_second"
-    limits = {row["usable_bytes"] for rows in series.values() for row in rows} - {None}
+    limits = {row.usable_bytes for rows in series.values() for row in rows} - {None}
     limit = limits.pop() if len(limits) == 1 else None
     unit = speed.split("_", 1)[0]
     panels = [
@@ -131,7 +132,7 @@ def sweep_svg(document: Mapping[str, Any]) -> str:
 
 
 def _panel(
-    series: Mapping[str, Sequence[Mapping[str, Any]]],
+    series: Mapping[str, Sequence[SweepRow]],
     first: str,
     places: Sequence[float],
     key: str,
@@ -139,7 +140,7 @@ def _panel(
     shown: Any,
     limit: int | None,
 ) -> str:
-    known = [row[key] for rows in series.values() for row in rows if row[key] is not None]
+    known = [value for rows in series.values() for row in rows if (value := getattr(row, key)) is not None]
     if not known:
         return ""
     top = max(*known, limit or 0) * 1.1 or 1.0
@@ -168,15 +169,17 @@ def _panel(
         )
     for index, rows in enumerate(series.values()):
         colour = _COLOURS[index % len(_COLOURS)]
-        ordered = sorted((r for r in rows if r[key] is not None), key=lambda r: float(r["values"][first]))
-        points = [at(row["values"][first], row[key]) for row in ordered]
+        ordered = sorted(
+            (r for r in rows if getattr(r, key) is not None), key=lambda r: float(r.values[first])
+        )
+        points = [at(row.values[first], getattr(row, key)) for row in ordered]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for row, (x, y) in zip(ordered, points, strict=True):
-            fill = colour if row["verdict"] == "fits" else "#fff"
+            fill = colour if row.verdict == "fits" else "#fff"
             body.append(
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{colour}" stroke-width="2">'
-                f"<title>{row['values'][first]:g}: {escape(shown(row[key]))}</title></circle>"
+                f"<title>{row.values[first]:g}: {escape(shown(getattr(row, key)))}</title></circle>"
             )
     return "".join(body)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TextIO
 
 from fsdptool.formatting import printable
+from fsdptool.records.diagnostic import Diagnostic
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -283,11 +284,12 @@ def print_rows(
         writer.writerow(["" if value is None else printable(str(value)) for value in row])
 
 
-def print_finding(severity: str, code: str, message: str, help: str | None) -> None:
-    """Print one diagnostic: severity, code, message, and what to do on the next line."""
-    print_line(f"{severity}: {message} [{code}]", style=_SEVERITY_STYLE.get(severity))
-    if help:
-        print_line(f"    {help}", style="dim" if severity == "info" else None)
+def print_findings(diagnostics: Iterable[Diagnostic]) -> None:
+    """Print diagnostics: severity, message, code, and what to do on the next line."""
+    for item in diagnostics:
+        print_line(f"{item.severity}: {item.message} [{item.code}]", style=_SEVERITY_STYLE[item.severity])
+        if item.help:
+            print_line(f"    {item.help}", style="dim" if item.severity == "info" else None)
 
 
 def count(value: int) -> str:

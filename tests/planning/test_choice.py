@@ -159,7 +159,7 @@ def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:
     experts = 128 * 3 * 512 * 512 * 2
     assert experts < cause.unit.bytes < 1.01 * experts
     assert experts // 2 < cause.unit.padding_bytes < 1.01 * experts // 2
-    lines = plan_words.shortfall(document)
+    lines = plan_words.shortfall(plan)
     assert lines[-1] == "more GPUs of this kind cannot help: every GPU gathers whole units"
 
 
@@ -188,7 +188,7 @@ def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -
     assert size.bit_count() == 1
     assert (larger.tokens_per_second or 0) > 1.02 * (chosen.tokens_per_second or 0)
     assert (larger.device_total_bytes or 0) <= 0.95 * 1_200_000_000
-    (line,) = plan_words.spare_memory(plan_document(plan))
+    (line,) = plan_words.spare_memory(plan)
     assert line.startswith(f"spare memory: micro-batch {size} (global batch {2 * size}) needs ")
     again = planned(tmp_path, LLAMA, 1_200_000_000, **{**fixed, "micro_batch": size})
     assert again.candidates[0].device_total_bytes == larger.device_total_bytes
@@ -246,7 +246,7 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert "export it first" in emit_config(plan=growing)
     document = plan_document(tight)
     jsonschema.validate(document, load_schema("plan"))
-    assert plan_words.reserved_range(document, document["candidates"][0]).endswith("by 3 published runs)")
+    assert plan_words.reserved_range(tight, tight.candidates[0]).endswith("by 3 published runs)")
 
 
 def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(tmp_path: Path) -> None:

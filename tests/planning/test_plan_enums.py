@@ -99,13 +99,13 @@ def read(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     before = changed(plan, rejected_by=None, components=())
     other.write_text(json.dumps(plan_document(before)))
     capsys.readouterr()
-    print_plan(document, explain=True)
+    print_plan(plan, explain=True)
     console = tabbed(capsys.readouterr().out)
     changes = changes_between(document, before, plan)
     print_changes(str(path), [(item.what, item.before, item.after) for item in changes])
     check = tabbed(capsys.readouterr().out)
-    print_comparison({**dataclasses.asdict(compare(path, other)), "left": "a", "right": "b"})
-    return console, plan_page(document), check, tabbed(capsys.readouterr().out)
+    print_comparison(dataclasses.replace(compare(path, other), left="a", right="b"))
+    return console, plan_page(plan), check, tabbed(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", RejectionKind)
@@ -117,11 +117,11 @@ def test_every_rejection_through_every_reader(
     )
     console, page, check, comparison = read(rejected, tmp_path, capsys)
     assert f"rejected candidates by reason: {plan_words.REJECTIONS[kind]} 1" in console
-    assert "the detail" in plan_words.reason(plan_document(rejected)["candidates"][0])
+    assert "the detail" in plan_words.reason(rejected.candidates[0])
     assert f"rejected_by\tnone\t{kind.value}" in check
     assert f"rejected by\t{kind.value}" in comparison
     several = dataclasses.replace(rejected, candidates=rejected.candidates * 2)
-    assert f"{plan_words.REJECTIONS[kind]}: the detail" in plan_page(plan_document(several))
+    assert f"{plan_words.REJECTIONS[kind]}: the detail" in plan_page(several)
     assert page
 
 

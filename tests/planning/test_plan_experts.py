@@ -14,7 +14,6 @@ from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.plan import plan_document
 from fsdptool.planning.request import Request
 from fsdptool.records.plan import Plan
 from fsdptool.report.mesh_words import mesh_lines
@@ -61,9 +60,8 @@ def test_every_mixture_waits_for_four_exchanges_and_six_where_it_is_recomputed(m
         assert spread.seconds["group_communication"] == pytest.approx(expected)
         assert spread.seconds["exposed_communication"] >= expected
         assert spread.step_flops == pytest.approx(flops)
-    settings = dataclasses.asdict(spread.settings)
-    assert mesh(settings) == "shard 8 x experts over 4"
-    assert "experts over 4" in brief(settings)
+    assert mesh(spread.settings) == "shard 8 x experts over 4"
+    assert "experts over 4" in brief(spread.settings)
 
 
 def test_the_worst_routing_brings_the_tokens_of_all_ranks_to_one(model: str) -> None:
@@ -94,7 +92,7 @@ def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) ->
     assert beside.seconds["group_communication"] > halved
     # Two ranks train on one rank's samples: half of the work of a step with as many micro-batches.
     assert beside.step_flops == pytest.approx(alone.step_flops / 2)
-    assert mesh(dataclasses.asdict(beside.settings)) == "shard 4 x tensor 2 x experts over 4"
+    assert mesh(beside.settings) == "shard 4 x tensor 2 x experts over 4"
     states = [planned(model, ep=ep, tp=2).details.states["parameters"] for ep in (1, 8)]
     assert states[0] == pytest.approx(states[1], rel=0.05)
 
@@ -116,7 +114,7 @@ def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> No
         assert len(sizes) == len(choice.alternatives) == 3
         groups = {group.dimension: (group.ranks, group.nodes) for group in choice.groups}
         assert groups["dp_shard"] in ((16, 2), (8, 1))
-        lines = list(mesh_lines(plan_document(plan)))
+        lines = list(mesh_lines(plan))
         assert len(lines) == 4
         assert lines[0].startswith("mesh: ")
 

@@ -170,7 +170,7 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     ]
     assert gathered[1] == pytest.approx(gathered[0], rel=0.1)
 
-    line, heads, rows = pipeline_rows(json.loads(json.dumps(plan_document(plan)))) or ("", (), [])
+    line, heads, rows = pipeline_rows(plan) or ("", (), [])
     assert "planned only" in line
     assert [len(row) for row in rows] == [len(heads)] * 4
     again = plan_from(json.loads(json.dumps(plan_document(plan))), where="plan")
