@@ -40,8 +40,7 @@ RESULTS = Path("benchmarks/results/planning_large_models.json")
 def measure(name: str) -> dict[str, Any]:
     """Plan one case in this process."""
     from fsdptool.planning import Options, make_plan, read_request
-    from fsdptool.report.mesh_words import mesh_lines
-    from fsdptool.report.plan_words import brief
+    from fsdptool.report.plan_words import brief, mesh_lines
 
     reference, gpus = CASES[name]
     options = {"reference": reference, "gpu": "H100-80GB-SXM", "gpus": 8, "nodes": gpus // 8}

@@ -37,19 +37,19 @@ class ShownPlan(Plan):
 
     def html(self) -> str:
         """Return the page of ``plan -o plan.html``."""
-        from fsdptool.report.html import plan_page
+        from fsdptool.report.page.plan import plan_page
 
         return plan_page(self)
 
     def __repr__(self) -> str:
         """Return the verdict, the shown configuration and what it needs, in a few lines."""
-        from fsdptool.report.shown_records import plan_lines
+        from fsdptool.report.summaries import plan_lines
 
         return "\n".join(plan_lines(self))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool plan", self.html())
 
@@ -98,19 +98,19 @@ class ShownAnatomy(Anatomy):
 
     def html(self, *, world_size: int | None = None, layout: Layout = "native") -> str:
         """Return the page of ``detect -o detection.html``; arguments and errors as :meth:`document`."""
-        from fsdptool.report.html_detection import detection_page
+        from fsdptool.report.page.detection import detection_page
 
         return detection_page(self._answer(world_size=world_size, layout=layout))
 
     def __repr__(self) -> str:
         """Return class, size and wrap classes, in a few lines."""
-        from fsdptool.report.shown_records import detection_lines
+        from fsdptool.report.summaries import detection_lines
 
         return "\n".join(detection_lines(self._answer()))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool detect", self.html())
 
@@ -130,19 +130,19 @@ class ShownComparison(Comparison):
 
     def html(self) -> str:
         """Return the page of ``compare -o comparison.html``."""
-        from fsdptool.report.shown_records import comparison_page
+        from fsdptool.report.page.comparison import comparison_page
 
         return comparison_page(self._answer())
 
     def __repr__(self) -> str:
         """Return the figures that differ, in a few lines."""
-        from fsdptool.report.shown_records import comparison_lines
+        from fsdptool.report.summaries import comparison_lines
 
         return "\n".join(comparison_lines(self))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool compare", self.html(), height=560)
 

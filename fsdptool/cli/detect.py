@@ -107,15 +107,15 @@ def command(
     if format is RowFormat.JSON:
         print_document(answer.document())
     elif format is RowFormat.TEXT:
-        from fsdptool.report.detect import print_detect
+        from fsdptool.report.console.detection import print_detect
 
         print_detect(answer)
     else:
-        from fsdptool.report.detect import print_class_rows
+        from fsdptool.report.console.detection import print_class_rows
 
         print_class_rows(answer.body, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:
-        from fsdptool.report.html_detection import detection_page
+        from fsdptool.report.page.detection import detection_page
 
         write_answer(output, answer, detection_page, force=force)
     failing = {"error", "warning"} if strict else {"error"}

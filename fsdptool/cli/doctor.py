@@ -25,7 +25,7 @@ def command(
     if format is Format.JSON:
         print_document(examined.document())
     else:
-        from fsdptool.report.detect import print_doctor
+        from fsdptool.report.console.doctor import print_doctor
 
         print_doctor(examined)
     failed = any(item.severity == "error" for item in diagnostics)

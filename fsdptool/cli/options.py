@@ -193,14 +193,14 @@ def show_progress() -> Iterator[Callable[[str], None]]:
 
 def say(text: str) -> None:
     """Write one line to standard error: what was done, or what to know about the answer."""
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     print_line(text, stream=sys.stderr)
 
 
 def answer_line(text: str) -> None:
     """Write one line of an answer to standard output."""
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     print_line(text)
 

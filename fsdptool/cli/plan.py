@@ -186,7 +186,8 @@ def answer_sweep(
 
     from fsdptool.planning.sweep import sweep
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.sweep import print_sweep, print_sweep_rows, sweep_csv, sweep_svg
+    from fsdptool.report.console.sweep import print_sweep, print_sweep_rows, sweep_csv
+    from fsdptool.report.page.sweep import sweep_svg
 
     with show_progress() as progress:
         result = sweep(options, values, progress=progress)
@@ -243,13 +244,13 @@ def answer(
     import json
 
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.plan import print_candidates, print_plan
+    from fsdptool.report.console.plan import print_candidates, print_plan
 
     document = plan_document(plan)
     if output is not None and output.suffix == ".json":
         write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
     elif output is not None:
-        from fsdptool.report.html import plan_file
+        from fsdptool.report.page.plan import plan_file
 
         write_file(output, plan_file(plan, output.suffix), force=force)
     if format is RowFormat.JSON:
@@ -266,7 +267,7 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     """Recompute a saved plan, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.comparison import print_changes
+    from fsdptool.report.console.comparison import print_changes
 
     with show_progress() as progress:
         after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)

@@ -41,7 +41,7 @@ def command(
     """List the runs in folders and on this machine: their state, their GPUs and how they ended."""
     from fsdptool.api.run_lists import list_runs
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.run import print_run_rows, print_runs
+    from fsdptool.report.console.runs import print_run_rows, print_runs
 
     found = list_runs(roots or ())
     if format is RowFormat.JSON:
@@ -64,7 +64,7 @@ def watch(
     """
     from fsdptool.api.run_lists import view_run
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.run import print_run
+    from fsdptool.report.console.runs import print_run
 
     if once or format is Format.JSON:
         view = view_run(run)
@@ -92,7 +92,7 @@ def _show_live(run: Path) -> RunView:
 
     from fsdptool.api.run_lists import view_run
     from fsdptool.files.values import number
-    from fsdptool.report.run import run_panel
+    from fsdptool.report.console.runs import run_panel
     from fsdptool.runs.view import latest_steps
 
     view = view_run(run)
@@ -109,8 +109,8 @@ def _show_live(run: Path) -> RunView:
 def _follow(run: Path) -> RunView:
     """Write a line for each event of the run until it ends; return its last state."""
     from fsdptool.api.run_lists import view_run
-    from fsdptool.report.run import print_run
-    from fsdptool.report.train import Progress
+    from fsdptool.report.console.runs import print_run
+    from fsdptool.report.console.train import Progress
     from fsdptool.runs.events import Follower
 
     follower = Follower(run)
@@ -146,7 +146,7 @@ def report(
 
     if is_file(source):
         from fsdptool.planning.plan import read_plan
-        from fsdptool.report.html import plan_file
+        from fsdptool.report.page.plan import plan_file
 
         write_file(output, plan_file(read_plan(source), output.suffix), force=force)
         say(f"wrote {output}")
@@ -159,7 +159,7 @@ def report(
 def _report_run(run: Path, output: Path, *, force: bool) -> int:
     from fsdptool.api.run_lists import view_run
     from fsdptool.records.diagnostic import answer
-    from fsdptool.report.run_page import run_page
+    from fsdptool.report.page.run import run_page
     from fsdptool.runs.history import read_history
 
     if output.suffix != ".html":

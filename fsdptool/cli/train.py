@@ -26,7 +26,7 @@ from fsdptool.errors import ConfigError
 if TYPE_CHECKING:
     from fsdptool.launch.outcome import Outcome
     from fsdptool.launch.start import ReadyRun
-    from fsdptool.report.train import Progress
+    from fsdptool.report.console.train import Progress
 
 
 def command(
@@ -140,7 +140,7 @@ def _print_dry_run(ready: ReadyRun, format: Format) -> None:
 
 def _run(ready: ReadyRun, format: Format) -> int:
     from fsdptool.launch.outcome import exit_status
-    from fsdptool.report.train import Progress, plan_text
+    from fsdptool.report.console.train import Progress, plan_text
 
     prepared = ready.prepared
     progress = Progress(prepared.recipe.steps, every=max(prepared.recipe.tracking.log_every, 1))
@@ -166,9 +166,9 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
     from fsdptool.errors import ExitCode
     from fsdptool.formatting import printable
     from fsdptool.records.codec import to_json
-    from fsdptool.report.run import continuation
-    from fsdptool.report.tables import print_lines
-    from fsdptool.report.train import closing_text, memory_text
+    from fsdptool.report.console.runs import continuation
+    from fsdptool.report.console.tables import print_lines
+    from fsdptool.report.console.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines
     from fsdptool.runs.folder import METRICS
     from fsdptool.runs.manifest import lost_steps

@@ -1,11 +1,9 @@
-"""The curve of a step and the axes of charts, for terminals and pages alike. Reads the plan only."""
+"""The curve of a step, for terminals and pages alike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
-from fsdptool.formatting import amount
 from fsdptool.records.plan import Candidate, Moment
 from fsdptool.records.trace import ColourGroup
 
@@ -54,52 +52,3 @@ def curve(candidate: Candidate, width: int) -> tuple[list[tuple[str, list[int]]]
         if any(levels):
             rows.append((group.legend, levels))
     return rows, max(rows[0][1])
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The area of a chart, in units of its picture.
-
-    Attributes:
-        width: Width of the picture.
-        left: Where the area begins, right of the labels of the vertical axis.
-        right: Where it ends.
-        top: Its upper edge.
-        bottom: Its lower edge.
-        highest: The value at the upper edge; 0 is at the lower one.
-    """
-
-    width: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-    highest: float
-
-    def y(self, value: float) -> float:
-        """Return the height of a value."""
-        return self.bottom - value / self.highest * (self.bottom - self.top)
-
-    def x(self, share: float) -> float:
-        """Return the place of a share of the horizontal axis."""
-        return self.left + share * (self.right - self.left)
-
-
-def byte_ticks(top: float) -> list[tuple[float, str]]:
-    """Return round byte counts from 0 up to ``top``, about five of them, with their names."""
-    unit = next((size for size in (2**40, 2**30, 2**20, 2**10) if top >= size), 1)
-    return [
-        (value * unit, amount(int(value * unit)).replace(".0 ", " ").replace(".00 ", " "))
-        for value in _ticks(top / unit)
-    ]
-
-
-def number_ticks(top: float) -> list[tuple[float, str]]:
-    """Return round numbers from 0 up to ``top``, about five of them, with their names."""
-    return [(value, f"{value / 1000:g} k" if value >= 10_000 else f"{value:g}") for value in _ticks(top)]
-
-
-def _ticks(top: float) -> list[float]:
-    steps = (base * 10.0**power for power in range(-9, 13) for base in (1, 2, 5))
-    step = next((step for step in steps if top / step <= 6), top or 1.0)
-    return [index * step for index in range(int(top / step + 1e-9) + 1)]

@@ -1,34 +1,22 @@
-"""The words of a plan, shared by the console and the HTML page. Reads the plan, decides nothing."""
+"""The words of a plan, shared by the console and the HTML page. Decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
-from fsdptool.records.plan_details import MeshAlternative
+from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup
 from fsdptool.records.recipe import Lora
 from fsdptool.records.run import RunPhase
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
-REJECTIONS = {
-    RejectionKind.DEVICE_MEMORY: "device memory",
-    RejectionKind.HOST_MEMORY: "host memory",
-    RejectionKind.UNKNOWN_ACTIVATIONS: "unknown activations",
-    RejectionKind.UNKNOWN_HOST_MEMORY: "unknown host memory",
-    RejectionKind.HEADROOM: "headroom",
-    RejectionKind.SPEED: "speed",
-    RejectionKind.PRICE: "price",
-    RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
-    RejectionKind.CPU_OFFLOAD: "CPU offload",
-    RejectionKind.INDIVISIBLE: "indivisible",
-    RejectionKind.UNSUPPORTED: "unsupported",
-    RejectionKind.MORE_CHANGES: "more changes",
-}
+REJECTIONS = {kind: kind.replace("_", " ") for kind in RejectionKind}
+REJECTIONS[RejectionKind.CPU_OFFLOAD] = "CPU offload"
 """What each kind of rejection is called."""
 FITS = {True: "fits", False: "does not fit", None: "unknown"}
 """Whether a suggestion fits."""
@@ -429,11 +417,7 @@ def dtypes(plan: Plan) -> str:
 
 def need(candidate: Candidate) -> str:
     """Return need against what there is, and the slack."""
-    total, usable, slack = (
-        candidate.device_total_bytes,
-        candidate.usable_bytes,
-        candidate.slack_bytes,
-    )
+    total, usable, slack = (candidate.device_total_bytes, candidate.usable_bytes, candidate.slack_bytes)
     if total is None:
         rejection = candidate.rejected_by
         return "the memory of a rank is unknown: " + (rejection.detail if rejection else "see below")
@@ -445,3 +429,47 @@ def need(candidate: Candidate) -> str:
 
 def _units(value: int) -> str:
     return "1 unit" if value == 1 else f"{value} units"
+
+
+_GROUP_NAMES = {**{item.name: item.title for item in PLANNED}, "experts_shard": "sharding of the experts"}
+_SHOWN_MESHES = 3
+"""Other meshes that are listed."""
+
+
+def mesh_lines(plan: Plan) -> Iterator[str]:
+    """Yield why the chosen mesh won: its groups and nodes, what it waits for, and the next best meshes."""
+    choice = plan.details.mesh
+    if choice is None:
+        return
+    step = shown(plan).step_seconds
+    inside = [_group(item) for item in choice.groups if item.nodes == 1]
+    across = [_group(item, nodes=True) for item in choice.groups if item.nodes > 1]
+    places = [f"inside a node: {', '.join(inside)}"] if inside else []
+    places += [f"between nodes: {', '.join(across)}"] if across else []
+    yield f"mesh: {'; '.join(places)}; {_waits(choice.waits, step)}"
+    for other in choice.alternatives[:_SHOWN_MESHES]:
+        verdict = "does not fit with the headroom"
+        if other.fits and other.relative_speed:
+            change = 1 / other.relative_speed - 1
+            verdict = (
+                f"{change:.0%} slower" if change >= 0 else f"{-change:.0%} faster, but needs more memory"
+            )
+            verdict += f", {_waits(other.waits, step / other.relative_speed if step else None)}"
+        yield f"  {mesh(other)}: {verdict}"
+
+
+def _group(item: MeshGroup, *, nodes: bool = False) -> str:
+    over = f" on {item.nodes} nodes" if nodes else ""
+    return f"{_GROUP_NAMES[item.dimension]} ({item.ranks} ranks{over})"
+
+
+def _waits(waits: CommunicationWaits, step: float | None) -> str:
+    parts = [
+        f"{seconds / step:.0%} of the step waits for {what}"
+        for seconds, what in (
+            (waits.group, "sums and all-to-alls"),
+            (waits.sharding, "gathers and reductions"),
+        )
+        if step and seconds / step >= 0.005
+    ]
+    return " and ".join(parts) if parts else "no communication is exposed"

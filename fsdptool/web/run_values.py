@@ -20,9 +20,9 @@ from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_state import read_log_lines
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.records.run import RunView
-from fsdptool.report.diagnosis import divergence_lines
-from fsdptool.report.run_page import run_parts
-from fsdptool.report.train import memory_text
+from fsdptool.report.console.diagnosis import divergence_lines
+from fsdptool.report.console.train import memory_text
+from fsdptool.report.page.run import run_parts
 from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY, read_start
 from fsdptool.runs.history import History, StepReader, read_history, read_rank_memory

@@ -169,7 +169,7 @@ def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFi
 def test_names_of_strangers_stay_text_on_a_page() -> None:
     from fsdptool.records.detection import Detection
     from fsdptool.records.diagnostic import read_answer
-    from fsdptool.report.html_detection import detection_page
+    from fsdptool.report.page.detection import detection_page
 
     document = fsdptool.detect("gpt2:small").document()
     document["classes"][0]["name"] = "<script>alert(1)</script>"

@@ -236,7 +236,7 @@ def test_the_unread_keys_stand_beside_the_verdict(tmp_path: Path) -> None:
     (line,) = words.unread(plan)
     assert line.startswith(f"not read from {tmp_path / 'f.yaml'}: max_length, gradient_accumulation_steps, ")
     assert line.endswith("give them as options: --seq-len, --accumulation, --checkpointing")
-    from fsdptool.report.html import plan_page
+    from fsdptool.report.page.plan import plan_page
 
     assert "max_length" in plan_page(plan)
 
@@ -266,7 +266,7 @@ def test_the_first_line_says_which_size_is_assumed(
 
 
 def test_the_assumed_size_is_in_the_document_its_page_and_the_command(tmp_path: Path) -> None:
-    from fsdptool.report.html import plan_page
+    from fsdptool.report.page.plan import plan_page
 
     options: dict[str, Any] = {
         "reference": "gpt2:small",

@@ -16,8 +16,7 @@ from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.request import Request
 from fsdptool.records.plan import Plan
-from fsdptool.report.mesh_words import mesh_lines
-from fsdptool.report.plan_words import brief, mesh
+from fsdptool.report.plan_words import brief, mesh, mesh_lines
 from fsdptool.source import resolve
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048

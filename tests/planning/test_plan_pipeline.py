@@ -21,7 +21,7 @@ from fsdptool.planning.search_point import read_search_point
 from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
 from fsdptool.records.plan import Pipeline, Plan
 from fsdptool.records.trace import Component
-from fsdptool.report.plan_pipeline import pipeline_rows
+from fsdptool.report.console.plan import print_plan
 
 LAYERS, WIDTH, INNER, TOKENS, WORDS = 14, 256, 512, 1024, 8000
 
@@ -134,7 +134,9 @@ def _tied(unit: Any) -> Any:
     )
 
 
-def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: str) -> None:
+def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = planned(model, pp=4, tp=2)
     candidate, pipeline = plan.candidates[0], plan.details.pipeline
     stages = pipeline.stages
@@ -170,9 +172,11 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     ]
     assert gathered[1] == pytest.approx(gathered[0], rel=0.1)
 
-    line, heads, rows = pipeline_rows(plan) or ("", (), [])
-    assert "planned only" in line
-    assert [len(row) for row in rows] == [len(heads)] * 4
+    print_plan(plan)
+    said = capsys.readouterr().out
+    assert "pipeline of 4 stages, planned only" in said
+    (table,) = (part for part in said.split("\n\n") if "in flight" in part)
+    assert [line.split()[0] for line in table.splitlines()[-4:]] == ["0", "1", "2", "3"]
     again = plan_from(json.loads(json.dumps(plan_document(plan))), where="plan")
     assert again.inputs.pipeline == Pipeline(4)
     with pytest.raises(PlanError, match="planned only"):

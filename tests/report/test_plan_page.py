@@ -28,11 +28,10 @@ from fsdptool.records.plan_details import PlanDetails, PlannedModel
 from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import ColourGroup, Component
+from fsdptool.report.console.plan import print_plan
 from fsdptool.report.curve import curve
-from fsdptool.report.html import plan_page
-from fsdptool.report.html_charts import plan_picture
-from fsdptool.report.html_page import breaking, cards
-from fsdptool.report.plan import print_plan
+from fsdptool.report.page.parts import breaking, cards
+from fsdptool.report.page.plan import plan_page, plan_picture
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
@@ -296,7 +295,7 @@ def test_a_plan_is_one_screen_and_the_rest_is_explained(
 
 
 def test_every_component_has_a_colour_that_the_page_defines(plan: Plan) -> None:
-    from fsdptool.report.html_page import STYLE
+    from fsdptool.report.page.parts import STYLE
 
     assert {component.group for component in Component} == set(ColourGroup)
     assert all(f".k-{group}" in STYLE and group.legend for group in ColourGroup)

@@ -17,12 +17,13 @@ from fsdptool.records.command_documents import Comparison, FamilyList
 from fsdptool.records.detection import Detection
 from fsdptool.records.diagnostic import read_answer
 from fsdptool.records.run import Summary
-from fsdptool.report import tables
-from fsdptool.report.comparison import print_comparison
-from fsdptool.report.detect import print_detect, print_families
-from fsdptool.report.plan import print_plan
-from fsdptool.report.tables import cell_len, print_command, print_lines, wrap_line
-from fsdptool.report.train import closing_text
+from fsdptool.report.console import tables
+from fsdptool.report.console.comparison import print_comparison
+from fsdptool.report.console.detection import print_detect
+from fsdptool.report.console.families import print_families
+from fsdptool.report.console.plan import print_plan
+from fsdptool.report.console.tables import cell_len, print_command, print_lines, wrap_line
+from fsdptool.report.console.train import closing_text
 
 WIDTHS = (60, 80, 120)
 GPUS = ["--gpu", "H100-80GB-SXM", "--gpus", "8"]

@@ -21,7 +21,8 @@ from fsdptool.files.values import check
 from fsdptool.launch.outcome import write_summary
 from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
-from fsdptool.report.diagnosis import print_diagnosis, signatures_table
+from fsdptool.report.console.diagnosis import print_diagnosis
+from fsdptool.report.rules import signatures_table
 from fsdptool.runs import diagnose as module
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
 from fsdptool.runs.events import EventLog, WorkerPhase

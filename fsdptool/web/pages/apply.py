@@ -26,7 +26,7 @@ from fsdptool.records.codec import from_json
 from fsdptool.records.plan import Plan
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.report import plan_words as words
-from fsdptool.report.html import Links, changes_section
+from fsdptool.report.page.plan import Links, changes_section
 from fsdptool.web.changes import Change, content_of, target_of
 from fsdptool.web.emissions import QUICK_SECONDS, Source, read_source_of, submit
 from fsdptool.web.forms import Field

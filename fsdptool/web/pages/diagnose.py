@@ -18,8 +18,8 @@ from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_folder
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.diagnosis import divergence_lines, failure_place
-from fsdptool.report.train import memory_text
+from fsdptool.report.console.diagnosis import divergence_lines, failure_place
+from fsdptool.report.console.train import memory_text
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
 from fsdptool.web.judging import judge_text
 from fsdptool.web.page import Page, render, services

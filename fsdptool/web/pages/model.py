@@ -17,7 +17,7 @@ from starlette.routing import Route
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.detection import ConsideredClass, Detection
 from fsdptool.records.diagnostic import read_answer
-from fsdptool.report.html_detection import detection_body
+from fsdptool.report.page.detection import detection_body
 from fsdptool.web import references, uploads
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
 from fsdptool.web.jobs import JobState

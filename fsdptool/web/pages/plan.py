@@ -18,7 +18,7 @@ from fsdptool.planning.plan import own_plan
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.plan import Candidate, Plan
 from fsdptool.report import plan_words as words
-from fsdptool.report.html import Links, candidates_section, findings_section, plan_parts
+from fsdptool.report.page.plan import Links, candidates_section, findings_section, plan_parts
 from fsdptool.web import plans
 from fsdptool.web.forms import with_error
 from fsdptool.web.jobs import Job, JobState

@@ -1,4 +1,4 @@
-"""One rank's memory as inline SVG that takes its colours from the page. Reads the plan only.
+"""The charts of a plan as inline SVG that takes its colours from the page.
 
 Every chart has a title and a description, and a table next to it has the numbers. Charts come in two widths,
 of which the style sheet shows one: text is as large on a telephone as on a screen.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from fsdptool.formatting import amount
-from fsdptool.records.plan import Candidate, Moment, Plan
+from fsdptool.records.plan import Candidate, Moment, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component
-from fsdptool.report import plan_words as words
-from fsdptool.report.curve import Frame, byte_ticks, moments
-from fsdptool.report.html_style import CHARTS, DARK, LIGHT
+from fsdptool.report.curve import moments
+from fsdptool.report.plan_words import brief, duration
 
 BROAD, NARROW = 960, 380
 """Widths of charts in units of their pictures."""
@@ -212,36 +212,208 @@ def svg(name: str, width: int, height: int, title: str, body: Iterable[str], *, 
     )
 
 
-def plan_picture(plan: Plan) -> str:
-    """Return a plan as one SVG image: verdict, speed, one rank's memory at its peak and over a step."""
-    candidate = words.shown(plan)
-    headline = words.headline(plan)
-    lines = [words.need(candidate)]
-    if candidate.step_seconds is not None:
-        lines.append(
-            f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
-        )
-    lines.append(words.brief(candidate.settings))
-    y = 34
-    shapes = ['<rect width="100%" height="100%" fill="var(--bg)"/>']
-    shapes.append(f'<text class="strong" x="20" y="{y}" font-size="18">{escape(headline)}</text>')
-    for line in lines:
-        y += 20
-        shapes.append(f'<text x="20" y="{y}" font-size="13.5">{escape(line)}</text>')
-    y += 16
-    for part, height in ((memory_bar(candidate, BROAD - 40), 80), (timeline(candidate, BROAD - 40), 292)):
-        if part:
-            inner = part.replace("<svg ", f'<svg x="20" y="{y}" width="{BROAD - 40}" height="{height}" ', 1)
-            shapes.append(inner)
-            y += height + 14
-    x = 20.0
-    for group in legend(candidate):
-        shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
-        shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
-        x += 36 + len(group.legend) * 5.9
-    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {BROAD} {y + 28}" role="img"'
-        f' aria-labelledby="plan-title"><title id="plan-title">{escape(headline)}</title>'
-        f"<style>{style}</style>{''.join(shapes)}</svg>\n"
+_STRIP = 44
+"""Height of the strip of candidates that do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A candidate whose memory and speed are known."""
+
+    candidate: Candidate
+    bytes: int
+    speed: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs more than the usable memory."""
+        usable = self.candidate.usable_bytes
+        return usable is not None and self.bytes > usable
+
+
+def scatter(
+    plan: Plan,
+    width: int,
+    link: Callable[[Candidate], str | None] = lambda _: None,
+    marked: SearchPoint | None = None,
+) -> str:
+    """Return every known candidate by speed and memory, with the Pareto front and the chosen one.
+
+    Candidates that need more than the usable memory are in a strip of their own above the chart, at their
+    speed: how far they are over the limit would flatten all others.
+
+    Args:
+        plan: The plan.
+        width: Of the chart.
+        link: From a candidate to the address that shows it, or None.
+        marked: Settings of a candidate to mark.
+    """
+    unit = "tokens"
+    if not any(item.tokens_per_second for item in plan.candidates if item.device_total_bytes is not None):
+        unit = "samples"
+    known = [
+        _Known(item, item.device_total_bytes, speed)
+        for item in plan.candidates
+        if item.device_total_bytes is not None
+        and (speed := item.tokens_per_second if unit == "tokens" else item.samples_per_second)
+    ]
+    if len(known) < 3:
+        return ""
+    fitting = [item for item in known if not item.is_over]
+    over = [item for item in known if item.is_over] if fitting else []
+    drawn = fitting or known
+    limits = {item.candidate.usable_bytes for item in known}
+    limit = limits.pop() if len(limits) == 1 else None
+    sizes = [item.bytes for item in drawn]
+    highest = limit if over and limit is not None else max(*sizes, limit or 0) * 1.06
+    top = 26 + (_STRIP if over else 0)
+    frame = Frame(width, 62, width - 10, top, top + 250, highest)
+    most = max(item.speed for item in known) * 1.04
+    front = set(plan.details.front)
+
+    def place(item: _Known) -> tuple[float, float]:
+        return frame.x(item.speed / most), frame.y(item.bytes)
+
+    body = ['<text x="2" y="13">memory per rank</text>', grid(frame), _speeds(frame, most, unit, width)]
+    if limit is not None:
+        body.append(_usable_line(frame, limit))
+    if over:
+        body += _strip(over, frame, most, link)
+    line = sorted(place(item) for item in drawn if item.candidate.id in front)
+    if len(line) > 1:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
+        body.append(f'<polyline class="front" points="{points}"/>')
+    seen: set[tuple[int, int]] = set()
+    for item in sorted(drawn, key=lambda k: (k.candidate.id == plan.chosen, k.candidate.id in front)):
+        x, y = place(item)
+        name = item.candidate.id
+        kind = "chosen" if name == plan.chosen else "on" if name in front else "off"
+        if width == NARROW and kind == "off":
+            # Thousands of points share a few hundred places on a narrow screen.
+            if (round(x), round(y)) in seen:
+                continue
+            seen.add((round(x), round(y)))
+        radius = {"chosen": 7, "on": 4.5, "off": 3}[kind]
+        body.append(_point(item.candidate, x, y, kind, radius, link(item.candidate)))
+        if kind == "chosen":
+            anchor, shift = ("end", -11) if x > (frame.left + frame.right) / 2 else ("start", 11)
+            body.append(
+                f'<text class="strong halo" x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">'
+                f"{escape(name)} (chosen)</text>"
+            )
+    for item in drawn if marked is not None else ():
+        if item.candidate.settings == marked:
+            x, y = place(item)
+            body.append(
+                f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="11"><title>shown</title></circle>'
+            )
+    title = f"{len(known)} candidates by speed and memory; {len(known) - len(fitting)} do not fit"
+    linked = any("<a " in part for part in body)
+    return svg(f"scatter-{width}", width, frame.bottom + 46, title, body, role="group" if linked else "img")
+
+
+def _speeds(frame: Frame, most: float, unit: str, width: int) -> str:
+    ticks = number_ticks(most)
+    parts = []
+    for value, name in ticks[:: 1 if width > NARROW else 2]:
+        x, y = frame.x(value / most), frame.bottom
+        parts.append(f'<line class="axis" x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 19}" text-anchor="middle">{name}</text>')
+    middle = (frame.left + frame.right) / 2
+    parts.append(
+        f'<text x="{middle:.0f}" y="{frame.bottom + 38}" text-anchor="middle">'
+        f"{unit} per second (estimate)</text>"
     )
+    return "".join(parts)
+
+
+def _usable_line(frame: Frame, limit: int) -> str:
+    y = frame.y(limit)
+    # Below the line where a strip is above it, and above the line elsewhere.
+    text = y + 15 if y <= frame.top + 1 else y - 5
+    return (
+        f'<line class="limit" x1="{frame.left}" y1="{y:.1f}" x2="{frame.right}" y2="{y:.1f}"/>'
+        f'<text class="halo" x="{frame.left + 6}" y="{text:.1f}">usable {amount(limit)}</text>'
+    )
+
+
+def _strip(
+    over: Sequence[_Known], frame: Frame, most: float, link: Callable[[Candidate], str | None]
+) -> list[str]:
+    least, largest = (pick(item.bytes for item in over) for pick in (min, max))
+    spread = amount(least) if least == largest else f"{amount(least)} to {amount(largest)}"
+    text = f"{len(over)} do{'es' if len(over) == 1 else ''} not fit: {spread}"
+    top = frame.top - _STRIP
+    size = f'width="{frame.right - frame.left}" height="{_STRIP}"'
+    parts = [f'<rect class="over" x="{frame.left}" y="{top}" {size}/>']
+    places = set()
+    for item in over:
+        x = round(frame.x(item.speed / most), 1)
+        if x not in places:
+            places.add(x)
+            parts.append(_point(item.candidate, x, frame.top - 10, "over", 3, link(item.candidate)))
+    parts.append(f'<text class="halo" x="{frame.left + 6}" y="{top + 15}">{text}</text>')
+    return parts
+
+
+def _point(item: Candidate, x: float, y: float, kind: str, radius: float, link: str | None) -> str:
+    figures = f"{amount(item.device_total_bytes)}, {duration(item.step_seconds)} per step"
+    label = f"{item.id}: {figures}; {brief(item.settings)}"
+    circle = (
+        f'<circle class="p-{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
+        f"<title>{escape(label)}</title></circle>"
+    )
+    if link is None:
+        return circle
+    # Hundreds of points would be as many stops of the Tab key; the front is enough.
+    stop = "" if kind in ("chosen", "on") else ' tabindex="-1"'
+    return f'<a href="{escape(link)}" aria-label="{escape(label)}"{stop}>{circle}</a>'
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The area of a chart, in units of its picture.
+
+    Attributes:
+        width: Width of the picture.
+        left: Where the area begins, right of the labels of the vertical axis.
+        right: Where it ends.
+        top: Its upper edge.
+        bottom: Its lower edge.
+        highest: The value at the upper edge; 0 is at the lower one.
+    """
+
+    width: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    highest: float
+
+    def y(self, value: float) -> float:
+        """Return the height of a value."""
+        return self.bottom - value / self.highest * (self.bottom - self.top)
+
+    def x(self, share: float) -> float:
+        """Return the place of a share of the horizontal axis."""
+        return self.left + share * (self.right - self.left)
+
+
+def byte_ticks(top: float) -> list[tuple[float, str]]:
+    """Return round byte counts from 0 up to ``top``, about five of them, with their names."""
+    unit = next((size for size in (2**40, 2**30, 2**20, 2**10) if top >= size), 1)
+    return [
+        (value * unit, amount(int(value * unit)).replace(".0 ", " ").replace(".00 ", " "))
+        for value in _ticks(top / unit)
+    ]
+
+
+def number_ticks(top: float) -> list[tuple[float, str]]:
+    """Return round numbers from 0 up to ``top``, about five of them, with their names."""
+    return [(value, f"{value / 1000:g} k" if value >= 10_000 else f"{value:g}") for value in _ticks(top)]
+
+
+def _ticks(top: float) -> list[float]:
+    steps = (base * 10.0**power for power in range(-9, 13) for base in (1, 2, 5))
+    step = next((step for step in steps if top / step <= 6), top or 1.0)
+    return [index * step for index in range(int(top / step + 1e-9) + 1)]

@@ -1,20 +1,16 @@
-"""Detections, families and the state of a machine on the console."""
+"""Detections on the console."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fsdptool.formatting import amount
-from fsdptool.records.codec import key_of
-from fsdptool.records.command_documents import FamilyList, FamilySummary, FlavourDetail, Health
-from fsdptool.records.detection import Branch, Detection, LeafClass, Place
+from fsdptool.formatting import amount, count
+from fsdptool.records.detection import Branch, Detection, LeafClass, Place, PlacedParameter, SplitSummary
 from fsdptool.records.diagnostic import Answer
+from fsdptool.records.tensor_plan import WholeReason
+from fsdptool.report.console.tables import print_findings, print_line, print_records, print_table
 from fsdptool.report.plan_words import lora_words
-from fsdptool.report.split import print_split
-from fsdptool.report.tables import count, print_findings, print_line, print_rows, print_table
 
 _SHOWN_CLASSES = 12
 
@@ -35,7 +31,7 @@ def print_detect(answer: Answer[Detection]) -> None:
         _where(detection.where)
     for split, kind in ((detection.tensor_parallel, "tensor"), (detection.expert_parallel, "expert")):
         if split is not None:
-            print_split(split, kind)
+            _split(split, kind)
     if (span := detection.sequence_parallel) is not None:
         first, last = f"{span.blocks}.0", span.end
         print_line(f"hidden states are divided along the sequence from {first} to the output of {last}")
@@ -46,31 +42,7 @@ def print_detect(answer: Answer[Detection]) -> None:
 
 def print_class_rows(detection: Detection, separator: Literal["tsv", "csv"]) -> None:
     """Print the classes that were considered, or with ``--leaves`` the leaf layers, as rows for programs."""
-    _print_records(detection.classes if detection.leaves is None else detection.leaves, separator)
-
-
-def _print_records(records: Sequence[Any], separator: Literal["tsv", "csv"]) -> None:
-    """Print records of one class as rows, with their JSON keys as column names."""
-    shown = fields(records[0]) if records else ()
-    rows = [[_joined(getattr(item, field.name)) for field in shown] for item in records]
-    print_rows([key_of(field) for field in shown], rows, separator=separator)
-
-
-def print_family_rows(families: FamilyList, separator: Literal["tsv", "csv"]) -> None:
-    """Print families, or the flavours of one, as rows for programs."""
-    if families.flavours is None:
-        _print_records(families.families, separator)
-        return
-    names = ("name", "class", "component", "parameters", "hub_id", "objective")
-    rows = [
-        (item.name, item.class_, item.component, item.parameters, item.hub_id, item.objective)
-        for item in families.flavours
-    ]
-    print_rows(names, rows, separator=separator)
-
-
-def _joined(value: Any) -> Any:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+    print_records(detection.classes if detection.leaves is None else detection.leaves, separator)
 
 
 def _head(detection: Detection) -> None:
@@ -143,12 +115,7 @@ def _parts(detection: Detection) -> None:
         print_table(
             ("part", "class", "parameters", "share"),
             [
-                (
-                    part.path or "(rest)",
-                    part.class_name,
-                    count(part.parameters),
-                    f"{part.share:.1%}",
-                )
+                (part.path or "(rest)", part.class_name, count(part.parameters), f"{part.share:.1%}")
                 for part in detection.parts
             ],
             numeric=(2, 3),
@@ -191,10 +158,7 @@ def _where(places: Sequence[Place]) -> None:
     print_table(
         ("class", "defined in"),
         [
-            (
-                place.name,
-                f"{place.file}:{place.line}" if place.line else place.module or "unknown",
-            )
+            (place.name, f"{place.file}:{place.line}" if place.line else place.module or "unknown")
             for place in places
         ],
     )
@@ -250,104 +214,60 @@ def _uneven(detection: Detection) -> None:
     )
 
 
-def print_families(answer: Answer[FamilyList]) -> None:
-    """Print the list of families, or one family with its flavours."""
-    found = answer.body
-    if found.flavours is None:
-        print_table(
-            ("family", "title", "library", "objective", "flavours", "from"),
-            [
-                (
-                    item.name,
-                    item.title,
-                    item.library,
-                    item.objective,
-                    ", ".join(item.flavours) or "(any configuration)",
-                    item.distribution,
-                )
-                for item in found.families
-            ],
-            optional=(5, 2, 3, 1),
-        )
-    else:
-        _one(found.families[0], found.flavours)
-    print_findings(answer.envelope.diagnostics)
+_REASONS: Mapping[WholeReason, str] = {
+    "norm": "norm",
+    "router": "router: every rank needs all scores",
+    "after_sum": "added once, after the sum",
+    "latent": "low-rank projection",
+    "embedding": "embedding that is not divided",
+    "head": "head that is not divided",
+    "state": "state along the sequence",
+    "spanned": "a norm over all heads follows",
+    "stream": "acts on the whole residual",
+    "coupled": "its code treats all heads at once",
+    "unknown": "how to divide it is not known",
+    "overridden": "the family keeps it whole",
+}
 
 
-def _one(family: FamilySummary, flavours: Sequence[FlavourDetail]) -> None:
-    print_line(f"{family.name}: {family.title} ({family.library})", style="bold")
-    print_line(f"default objective {family.objective}; from {family.distribution} {family.version}")
-    if not flavours:
-        print_line("no flavours: configurations are matched to this family by their class")
-        return
-    print_table(
-        ("reference", "class", "parameters", "hub id"),
-        [
-            (
-                item.name,
-                item.class_ + (f" ({item.component})" if item.component else ""),
-                f"{item.parameters:,}" if item.parameters is not None else "unknown",
-                item.hub_id or "",
-            )
-            for item in flavours
-        ],
-        numeric=(2,),
-        optional=(1, 3),
-    )
-    first = flavours[0]
-    if first.lora_targets:
-        print_line(f"LoRA adapts {', '.join(first.lora_targets)} by default")
-    if first.wrap_hint:
-        print_line(f"wraps {', '.join(first.wrap_hint.classes)}: {first.wrap_hint.reason}")
-    if len(flavours) == 1:
-        print_line(f"config: {json.dumps(first.config, ensure_ascii=False)}")
-        for key, value in first.facts.items():
-            print_line(f"{key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+def _split(split: SplitSummary, kind: str) -> None:
+    """Print every distinct parameter with its placement, local shape and reason.
 
-
-def print_doctor(answer: Answer[Health]) -> None:
-    """Print the answer of ``fsdptool doctor``."""
-    health = answer.body
-    versions = health.versions
-    print_table(
-        ("what", "version"), [(name, version or "not installed") for name, version in versions.items()]
-    )
-    machine = health.machine
+    Args:
+        split: The division.
+        kind: ``tensor`` or ``expert``.
+    """
+    print_line()
     print_line(
-        f"machine: {machine.cores} cores, {amount(machine.memory_bytes)} memory"
-        f" ({amount(machine.memory_available_bytes)} available), {machine.platform}"
+        f"{kind} parallelism over {split.size} ranks: {count(split.local_parameters)} parameters each",
+        style="bold",
     )
-    if health.devices:
-        print_table(
-            ("gpu", "name", "memory", "free", "capability", "run"),
-            [
-                (
-                    g.id,
-                    g.name,
-                    amount(g.memory_bytes),
-                    amount(g.memory_free_bytes),
-                    g.capability,
-                    g.run or "",
-                )
-                for g in health.devices
-            ],
-            optional=(4, 3),
+    rows = [
+        (
+            item.name + (f" (x{item.count})" if item.count > 1 else ""),
+            _placement(item),
+            _shape(item.shape),
+            _shape(item.local_shape),
+            _why(item),
         )
-    else:
-        print_line("GPUs: none; runs use the CPU")
-    origins: dict[str, list[str]] = {}
-    for plugin in health.plugins:
-        origins.setdefault(plugin.origin, []).append(plugin.family)
-    for origin, families in sorted(origins.items()):
-        print_line(f"plugin {origin}: {len(families)} famil{'ies' if len(families) != 1 else 'y'}")
-    cache = health.cache
-    state = "writable" if cache.writable else "read-only"
-    print_line(f"cache: {cache.folder} ({state}), {cache.entries} entries, {amount(cache.bytes)}")
-    for probe in health.probes:
-        if probe.ok:
-            text = f"yes, the weights equal those of a plain loop within {probe.difference:.1e}"
-        else:
-            text = f"NO: {probe.reason}"
-        ranks = f"{probe.processes} {probe.device} process{'es' if probe.processes > 1 else ''}"
-        print_line(f"FSDP2 shards on {ranks} ({probe.backend}): {text}")
-    print_findings(answer.envelope.diagnostics)
+        for item in split.parameters
+        if kind == "tensor" or item.style
+    ]
+    print_table(("parameter", "placement", "shape", "on one rank", "why"), rows, optional=(2, 4))
+    for note in split.notes:
+        print_line(f"note: {note}")
+
+
+def _placement(item: PlacedParameter) -> str:
+    if item.style is None:
+        return "whole, gradients summed" if item.partial_gradient else "whole"
+    parts = len(item.sections)
+    return f"{item.style}, dimension {item.dim}" + (f", {parts} sections" if parts > 1 else "")
+
+
+def _why(item: PlacedParameter) -> str:
+    return _REASONS[item.reason] if item.reason else f"from the {item.origin}"
+
+
+def _shape(lengths: Sequence[int]) -> str:
+    return " x ".join(str(length) for length in lengths) or "scalar"

@@ -8,15 +8,11 @@ from dataclasses import fields
 from typing import Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.lengths import AllocatorReplay, LengthsReplay
 from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
-from fsdptool.report.curve import curve
-from fsdptool.report.mesh_words import mesh_lines
-from fsdptool.report.plan_lengths import print_lengths
-from fsdptool.report.plan_pipeline import print_pipeline
-from fsdptool.report.plan_words import duration
-from fsdptool.report.tables import (
+from fsdptool.report.console.tables import (
     print_command,
     print_findings,
     print_line,
@@ -24,6 +20,8 @@ from fsdptool.report.tables import (
     print_table,
     terminal_width,
 )
+from fsdptool.report.curve import curve
+from fsdptool.report.plan_words import duration, mesh_lines
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold yellow"}
@@ -31,7 +29,7 @@ _FRONT = 8
 
 
 def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | None = None) -> None:
-    """Print a plan plan on one screen: verdict, configuration, one rank's memory, what to change.
+    """Print a plan on one screen: verdict, configuration, one rank's memory, what to change.
 
     Args:
         plan: The plan.
@@ -65,7 +63,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     _components(candidate, explain=explain)
     _timeline(candidate)
     _mesh(plan, explain=explain)
-    print_pipeline(plan)
+    _pipeline(plan)
     if explain:
         _states(plan)
         _peak(plan, candidate)
@@ -73,7 +71,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
         _configuration(plan, candidate)
         _seconds(candidate)
         _limit(plan, candidate)
-    print_lengths(plan, explain=explain)
+    _lengths(plan, explain=explain)
     _offers(plan)
     _batches(plan)
     if explain or plan.chosen is None:
@@ -143,12 +141,7 @@ def _components(candidate: Candidate, *, explain: bool) -> None:
     if len(small) < 2:
         shown, small = [*shown, *small], []
     cells = [
-        (
-            item.name.replace("_", " "),
-            amount(item.bytes),
-            _share(item.bytes, total),
-            words.MARKS[item.basis],
-        )
+        (item.name.replace("_", " "), amount(item.bytes), _share(item.bytes, total), words.MARKS[item.basis])
         for item in shown
     ]
     if small:
@@ -396,3 +389,99 @@ def _notes(plan: Plan, *, explain: bool) -> None:
             print_line()
         print_line(f"--explain shows phases, every candidate and {hidden} {more}")
     print_findings(findings)
+
+
+def _lengths(plan: Plan, *, explain: bool) -> None:
+    """Print what varying lengths do to memory and speed: a few lines, the traced lengths with ``explain``."""
+    lengths = plan.lengths
+    if lengths is None:
+        return
+    print_line()
+    for line in _lengths_lines(lengths):
+        print_line(line)
+    if not explain or not lengths.traced:
+        return
+    print_line()
+    rows = [
+        (
+            f"{item.length:,}",
+            f"{item.share:.1%}",
+            amount(item.allocated_peak_bytes),
+            duration(item.step_seconds),
+        )
+        for item in lengths.traced
+    ]
+    heads = ("padded length", "micro-batches", "allocated peak", "per step")
+    print_table(heads, rows, numeric=(0, 1, 2, 3))
+
+
+def _lengths_lines(lengths: LengthsReplay) -> list[str]:
+    """Return the section's lines."""
+    speed = lengths.tokens_per_second
+    text = f"; {speed:,.0f} tokens/s without padding (estimate)" if speed is not None else ""
+    shape = {
+        "longest": "padded to the longest sample of each micro-batch",
+        "length": "padded to one length, so that all steps have one shape",
+        "packed": "packed, so that all steps have one shape",
+    }[lengths.padding]
+    lines = [
+        f"lengths: {lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,}"
+        f" tokens, {shape}: {lengths.padding_share:.0%} padding{text}"
+    ]
+    if lengths.worst_length is not None and lengths.padding == "longest":
+        bound = "; lengths between traced ones are rounded up" if lengths.rounded else ""
+        lines.append(
+            f"longest micro-batch: {lengths.worst_length:,} tokens,"
+            f" {amount(lengths.worst_allocated_bytes)} allocated (estimate{bound})"
+        )
+    lines += [_replay(item, lengths.steps) for item in lengths.replays]
+    return lines
+
+
+def _replay(item: AllocatorReplay, steps: int) -> str:
+    name = "expandable segments" if item.expandable else "fixed segments"
+    first, last = amount(item.first_step_bytes), amount(item.last_step_bytes)
+    text = (
+        f"{name}, {item.orders} shuffled orders of {steps} steps: {first} reserved after step 1, {last} at"
+        f" the end ({amount(item.fragmentation_bytes)} of it fragmentation), no growth after step"
+        f" {item.last_growth_step}; "
+    )
+    if item.failed_orders:
+        return (
+            f"{text}{item.failed_orders} of {item.orders} run out of memory, the earliest in step"
+            f" {item.first_failure_step} (a run of all ranks: {item.failed_share_of_runs:.0%})"
+        )
+    if item.retried_orders:
+        return (
+            f"{text}none runs out of {amount(item.limit_bytes)}, but {item.retried_orders} of"
+            f" {item.orders} have to empty the cache, the earliest in step {item.first_retry_step}"
+        )
+    return f"{text}none uses all of the {amount(item.limit_bytes)} that the allocator can use"
+
+
+def _pipeline(plan: Plan) -> None:
+    """Print the schedule and a table of the stages, where the plan has any."""
+    pipeline = plan.details.pipeline
+    if pipeline is None:
+        return
+    virtual = f" with {pipeline.virtual} virtual stages per rank" if pipeline.virtual > 1 else ""
+    print_line()
+    print_line(
+        f"pipeline of {pipeline.ranks} stages, planned only (estimates): schedule {pipeline.schedule}"
+        f"{virtual}, {pipeline.micro_batches} micro-batches, bubble {pipeline.bubble:.0%} of the ideal"
+        f" time, {amount(pipeline.sent_bytes)} sent over each boundary"
+    )
+    rows = [
+        (
+            str(number),
+            ", ".join(f"{first}-{last - 1}" for first, last in stage.blocks),
+            amount(stage.parameters),
+            str(stage.in_flight),
+            amount(stage.activation_bytes),
+            amount(stage.allocated_bytes),
+            duration(stage.micro_batch_seconds),
+        )
+        for number, stage in enumerate(pipeline.stages)
+    ]
+    heads = ("stage", "blocks", "parameters", "in flight", "activations", "allocated", "per micro-batch")
+    print_table(heads, rows, numeric=(0, 2, 3, 4, 5, 6), optional=(4, 6))

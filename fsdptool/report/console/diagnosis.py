@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from fsdptool.formatting import amount, printable
-from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, RecognisedFailure, Signature
-from fsdptool.report.run import run_lines
-from fsdptool.report.tables import print_line
-from fsdptool.report.train import memory_text
+from fsdptool.formatting import amount
+from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, RecognisedFailure
+from fsdptool.report.console.runs import run_lines
+from fsdptool.report.console.tables import print_line
+from fsdptool.report.console.train import memory_text
 
 
 def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
@@ -77,15 +77,3 @@ def failure_place(item: RecognisedFailure) -> str:
     if not item.ranks:
         return phase
     return f"{phase} ({_ranks(item.ranks)})"
-
-
-def signatures_table(signatures: Iterable[Signature]) -> str:
-    """Return the table of ``docs/diagnose.md``; a test holds the page against it."""
-    rows = []
-    for item in signatures:
-        anchor = f"{item.code}: {item.title}".lower().replace(" ", "-")
-        anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
-        texts = ", ".join(f"`{printable(text)}`" for text in item.texts)
-        cause = item.cause.value.replace("_", " ")
-        rows.append(f"| [{item.code}](rules.md#{anchor}) | {item.title} | {cause} | {texts} |\n")
-    return "| code | failure | cause | recognised by |\n|---|---|---|---|\n" + "".join(rows)

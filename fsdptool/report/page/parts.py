@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
-from fsdptool.report.html_style import STYLE
+from fsdptool.report.page.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing may be fetched and nothing may run, whatever a model's name contains."""

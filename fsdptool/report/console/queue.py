@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fsdptool.formatting import elapsed, printable
 from fsdptool.records.queue import QueueEntry, QueueReport
-from fsdptool.report.tables import print_line, print_table
+from fsdptool.report.console.tables import print_line, print_table
 
 
 def print_queue(report: QueueReport, *, now: float) -> None:

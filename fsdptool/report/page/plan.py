@@ -12,10 +12,10 @@ from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import digest
 from fsdptool.records.plan import Candidate, Plan, SearchPoint
-from fsdptool.report import html_charts as charts
 from fsdptool.report import plan_words as words
-from fsdptool.report.html_page import finding_lines, foot, html_table, page
-from fsdptool.report.html_scatter import scatter
+from fsdptool.report.page import charts
+from fsdptool.report.page.parts import finding_lines, foot, html_table, page
+from fsdptool.report.page.style import CHARTS, DARK, LIGHT
 from fsdptool.report.plan_words import duration
 
 
@@ -26,7 +26,7 @@ def plan_page(plan: Plan) -> str:
 
 def plan_file(plan: Plan, suffix: str) -> str:
     """Return the text of a plan's file: a picture for ``.svg``, a page for any other suffix."""
-    return charts.plan_picture(plan) if suffix == ".svg" else plan_page(plan)
+    return plan_picture(plan) if suffix == ".svg" else plan_page(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def candidates_section(plan: Plan, links: Links = Links()) -> str:
         if rest and links.others
         else ""
     )
-    chart = charts.in_both_widths(lambda width: scatter(plan, width, links.candidate, links.marked))
+    chart = charts.in_both_widths(lambda width: charts.scatter(plan, width, links.candidate, links.marked))
     title = f"{len(candidates)} candidates"
     return f'<section class="long"><h2>{title}</h2>{chart}{shown}{others}</section>'
 
@@ -305,4 +305,43 @@ def _inputs(plan: Plan) -> str:
     return (
         '<section class="long screen"><h2>Inputs</h2><details>'
         f'<summary>The inputs of the plan</summary><pre tabindex="0">{text}</pre></details></section>'
+    )
+
+
+def plan_picture(plan: Plan) -> str:
+    """Return a plan as one SVG image: verdict, speed, one rank's memory at its peak and over a step."""
+    candidate = words.shown(plan)
+    headline = words.headline(plan)
+    lines = [words.need(candidate)]
+    if candidate.step_seconds is not None:
+        lines.append(
+            f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
+        )
+    lines.append(words.brief(candidate.settings))
+    y = 34
+    shapes = ['<rect width="100%" height="100%" fill="var(--bg)"/>']
+    shapes.append(f'<text class="strong" x="20" y="{y}" font-size="18">{escape(headline)}</text>')
+    for line in lines:
+        y += 20
+        shapes.append(f'<text x="20" y="{y}" font-size="13.5">{escape(line)}</text>')
+    y += 16
+    inside = charts.BROAD - 40
+    for part, height in (
+        (charts.memory_bar(candidate, inside), 80),
+        (charts.timeline(candidate, inside), 292),
+    ):
+        if part:
+            inner = part.replace("<svg ", f'<svg x="20" y="{y}" width="{inside}" height="{height}" ', 1)
+            shapes.append(inner)
+            y += height + 14
+    x = 20.0
+    for group in charts.legend(candidate):
+        shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
+        shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
+        x += 36 + len(group.legend) * 5.9
+    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {charts.BROAD} {y + 28}" role="img"'
+        f' aria-labelledby="plan-title"><title id="plan-title">{escape(headline)}</title>'
+        f"<style>{style}</style>{''.join(shapes)}</svg>\n"
     )

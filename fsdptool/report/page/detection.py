@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
-from fsdptool.formatting import amount
+from fsdptool.formatting import amount, count
 from fsdptool.records.anatomy import WrapOrigin
 from fsdptool.records.detection import Branch, ConsideredClass, Detection, Part
 from fsdptool.records.diagnostic import Answer, Diagnostic
-from fsdptool.report.html_page import breaking, cards, findings, foot, html_table, page, section
-from fsdptool.report.tables import count
+from fsdptool.report.page.parts import breaking, cards, findings, foot, html_table, page, section
 
 
 def detection_page(answer: Answer[Detection]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fsdptool.formatting import amount
-from fsdptool.records.command_documents import ComparedFigure, Comparison, Figure, FigureUnit
-from fsdptool.report.plan_words import duration, rate
-from fsdptool.report.tables import print_line, print_table
+from fsdptool.records.command_documents import Comparison
+from fsdptool.report.console.tables import print_line, print_table
+from fsdptool.report.summaries import figure_cells, headline
 
 
 def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
@@ -23,18 +22,6 @@ def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
 
 def _value(value: Any) -> str:
     return "none" if value is None else str(value)
-
-
-def headline(comparison: Comparison) -> str:
-    """Return what is compared and, for a run, how far the prediction is off, in one line."""
-    sides = f"{comparison.left} and {comparison.right}"
-    error = comparison.error_percent
-    if error is None:
-        return sides
-    if round(error, 2) == 0:
-        return f"{sides}: the predicted peak equals the measured one to 0.01 %"
-    where = "above" if error >= 0 else "below"
-    return f"{sides}: the predicted peak is {abs(error):.2f} % {where} the measured one"
 
 
 def print_comparison(comparison: Comparison, *, explain: bool = False) -> None:
@@ -54,18 +41,3 @@ def print_comparison(comparison: Comparison, *, explain: bool = False) -> None:
         print_line(f"--explain shows {len(every) - len(moments)} moments of a step", style="dim")
     for note in comparison.notes:
         print_line(f"note: {note}")
-
-
-def figure_cells(row: ComparedFigure) -> tuple[str, str, str, str]:
-    """Return a figure's name, both sides and their difference as text."""
-    percent = f"{row.percent:+.1f} %" if row.percent is not None else ""
-    return row.what, _cell(row.left, row.unit), _cell(row.right, row.unit), percent
-
-
-_FORMS: Mapping[FigureUnit, Callable[[Any], str]] = {"bytes": amount, "seconds": duration, "rate": rate}
-
-
-def _cell(value: Figure, unit: FigureUnit) -> str:
-    if value is None:
-        return "unknown" if unit != "text" else "none"
-    return _FORMS[unit](value) if unit in _FORMS else str(value)

@@ -12,9 +12,9 @@ from typing import Any
 from fsdptool.formatting import amount, elapsed, printable
 from fsdptool.records.diagnostic import Answer
 from fsdptool.records.run import PhaseMemory, RunView
-from fsdptool.report.html_charts import NARROW, in_both_widths
-from fsdptool.report.html_page import foot, html_table, page
-from fsdptool.report.train import Progress
+from fsdptool.report.console.train import Progress
+from fsdptool.report.page.charts import NARROW, in_both_widths
+from fsdptool.report.page.parts import foot, html_table, page
 from fsdptool.runs.history import History
 
 _HEIGHT, _TOP, _BOTTOM = 260, 14, 214

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from fsdptool.formatting import amount, elapsed, printable
 from fsdptool.records.run import PhaseMemory, RankProgress, RunList, RunView
-from fsdptool.report.tables import print_line, print_rows, print_table
+from fsdptool.report.console.tables import print_line, print_rows, print_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
