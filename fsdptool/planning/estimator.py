@@ -33,6 +33,7 @@ from fsdptool.planning.step_time import (
     product_seconds,
     stacked_modules,
     time_candidate,
+    unit_bytes,
     unit_costs,
 )
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
@@ -231,7 +232,7 @@ class Estimator:
                 self._costs[key] = unit_costs(costs, whole.repeats, plan)
             shared = None
             if point.cp > 1:
-                shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
+                shared = unit_bytes(exchanged_bytes(part), part.repeats, plan)
             sums: list[Sequence[Cost]] = []
             if point.tp > 1:
                 hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from fsdptool.formatting import amount
-from fsdptool.records.advice import ShortfallKind, SuggestionKind
+from fsdptool.records.advice import ShortfallKind, Suggestion, SuggestionKind
+from fsdptool.records.command_documents import SweepRow
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
-from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup
+from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
 from fsdptool.records.recipe import Lora
 from fsdptool.records.run import RunPhase
 
@@ -43,6 +43,11 @@ def rate(value: float | None) -> str:
             scaled = value / (1e3 if unit == " k" else 1e6)
             return f"{scaled:.3g}{unit}"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def share(size: int | None, total: int) -> str:
+    """Return a share of the total in percent; empty if either is unknown."""
+    return f"{size / total:.1%}" if total and size is not None else ""
 
 
 def reason(candidate: Candidate) -> str:
@@ -79,10 +84,8 @@ def is_plain(settings: SearchPoint) -> bool:
 
 def wrapping(settings: SearchPoint, detected: Sequence[str] = ()) -> str:
     """Return the wrap choice in words; ``detected`` are the classes where the settings name none."""
-    if settings.wrap_policy == "none":
-        return "root only"
-    if settings.wrap_policy == "size":
-        return "by size"
+    if settings.wrap_policy != "transformer":
+        return "root only" if settings.wrap_policy == "none" else "by size"
     return ", ".join(settings.wrap_classes or detected) or "detected classes"
 
 
@@ -193,19 +196,7 @@ def time_range(candidate: Candidate) -> str:
     return text + (f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else "")
 
 
-class Timed(Protocol):
-    """What has a throughput; None is unknown."""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of all ranks."""
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Samples of all ranks."""
-
-
-def speed(candidate: Timed) -> str:
+def speed(candidate: Candidate | Suggestion | SweepRow | TriedSettings) -> str:
     """Return throughput in the unit people use for the model."""
     if candidate.tokens_per_second is not None:
         return f"{rate(candidate.tokens_per_second)} tokens/s"

@@ -141,21 +141,22 @@ def _components(candidate: Candidate, *, explain: bool) -> None:
     if len(small) < 2:
         shown, small = [*shown, *small], []
     cells = [
-        (item.name.replace("_", " "), amount(item.bytes), _share(item.bytes, total), words.MARKS[item.basis])
+        (
+            item.name.replace("_", " "),
+            amount(item.bytes),
+            words.share(item.bytes, total),
+            words.MARKS[item.basis],
+        )
         for item in shown
     ]
     if small:
         rest = sum(item.bytes or 0 for item in small)
-        cells.append((f"{len(small)} others", amount(rest), _share(rest, total), "estimate"))
+        cells.append((f"{len(small)} others", amount(rest), words.share(rest, total), "estimate"))
     if candidate.device_total_bytes is not None:
         cells.append(("total", amount(candidate.device_total_bytes), "", "estimate"))
     print_table(
         ("memory of one rank at its peak", "bytes", "share", "basis"), cells, numeric=(1, 2), optional=(2,)
     )
-
-
-def _share(size: int | None, total: int) -> str:
-    return f"{size / total:.1%}" if total and size is not None else ""
 
 
 def _mesh(plan: Plan, *, explain: bool) -> None:

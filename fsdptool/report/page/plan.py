@@ -50,7 +50,8 @@ class Links:
 
 def plan_body(plan: Plan) -> str:
     """Return the page's sections."""
-    sections = [*plan_parts(plan).values(), candidates_section(plan), *_end(plan)]
+    sections = [*plan_parts(plan).values(), candidates_section(plan)]
+    sections += [findings_section(plan), _inputs(plan), foot(digest(plan.inputs))]
     return "\n".join(section for section in sections if section)
 
 
@@ -65,10 +66,6 @@ def plan_parts(plan: Plan, links: Links = Links()) -> dict[str, str]:
         "changes": changes_section(plan, links),
         "settings": _settings(plan, candidate),
     }
-
-
-def _end(plan: Plan) -> list[str]:
-    return [findings_section(plan), _inputs(plan), foot(digest(plan.inputs))]
 
 
 def _head(plan: Plan, candidate: Candidate) -> str:
@@ -131,11 +128,10 @@ def _memory(candidate: Candidate, links: Links) -> str:
     total = candidate.device_total_bytes or 0
     rows = []
     for item in sorted(candidate.components, key=lambda item: -(item.bytes or 0)):
-        share = f"{item.bytes / total:.1%}" if total and item.bytes is not None else ""
         name = escape(item.name.replace("_", " "))
         rows.append(
             f'<tr><th scope="row"><span class="swatch k-{item.name.group}"></span>&#8288;{name}</th>'
-            f'<td class="n">{amount(item.bytes)}</td><td class="n">{share}</td>'
+            f'<td class="n">{amount(item.bytes)}</td><td class="n">{words.share(item.bytes, total)}</td>'
             f"<td>{words.MARKS[item.basis]}</td></tr>"
         )
     key = "".join(
