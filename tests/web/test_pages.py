@@ -174,8 +174,8 @@ def test_suggestions_and_points_are_addresses() -> None:
         "reduce_dtype": "param",
     }.items() <= values.items()
 
-    def suggestion(settings: dict[str, object], **more: Any) -> Suggestion:
-        return Suggestion("", settings, None, None, "", SuggestionKind.COMBINED, **more)
+    def suggestion(settings: dict[str, object], **more: object) -> Suggestion:
+        return Suggestion("", settings, None, None, "", SuggestionKind.COMBINED, **more)  # type: ignore[arg-type]
 
     changed = changed_values(point, suggestion({"cpu_offload": True, "micro_batch": 1}))
     assert (changed["offload"], changed["micro_batch"], changed["checkpointing"]) == ("yes", "1", "full")
