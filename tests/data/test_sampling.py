@@ -25,7 +25,8 @@ from fsdptool.training.precompute.autoencoder import ImageEncoding
 from fsdptool.training.sampling import continue_text, denoise
 
 _RANK = """
-import json, os, sys
+import json, os, sys, time
+from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -69,6 +70,14 @@ for name, job in jobs.items():
             assert type(error).__name__ == "StorageError", error
         else:
             raise AssertionError("rank 0 failed alone")
+    if job.get("slow"):
+        # Rank 0 writes for longer than a collective may take.
+        samples, whole = sampler.make(model), sampler._write_all
+        sampler._write_all = lambda *arguments: (time.sleep(5), whole(*arguments))[1]
+        limit, usual = dist.distributed_c10d._set_pg_timeout, timedelta(seconds=600)
+        limit(timedelta(seconds=2), dist.group.WORLD)
+        assert bool(sampler.write(samples, 9)) == session.is_main
+        limit(usual, dist.group.WORLD)
 close_session()
 print("done", flush=True)
 """
@@ -103,6 +112,7 @@ def test_two_ranks_write_what_one_process_computes(pipelines: Mapping[str, Path]
         "text": {
             "wrap": ["LlamaDecoderLayer"],
             "full_disk": True,
+            "slow": True,
             "recipe": _recipe(
                 str(config),
                 data={
