@@ -96,3 +96,11 @@ def by_size(flavours: Mapping[str, Sized]) -> list[str]:
         return float(times or 1) * float(number) * {"m": 1e6, "b": 1e9, "t": 1e12}[unit], name
 
     return sorted(flavours, key=size)
+
+
+def count(value: int) -> str:
+    """Return a parameter count as a person reads it, for example ``8.03 B``."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value < 100 * size else f"{value / size:.0f} {unit}"
+    return str(value)

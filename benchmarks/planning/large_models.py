@@ -21,6 +21,8 @@ from typing import Any, cast
 
 from results_file import write_results
 
+from fsdptool.records.codec import from_json
+from fsdptool.records.plan import SearchPoint
 from fsdptool.report.plan_words import mesh
 
 MODELS = {
@@ -38,9 +40,7 @@ RESULTS = Path("benchmarks/results/planning_large_models.json")
 def measure(name: str) -> dict[str, Any]:
     """Plan one case in this process."""
     from fsdptool.planning import Options, make_plan, read_request
-    from fsdptool.planning.plan import plan_document
-    from fsdptool.report.mesh_words import mesh_lines
-    from fsdptool.report.plan_words import brief
+    from fsdptool.report.plan_words import brief, mesh_lines
 
     reference, gpus = CASES[name]
     options = {"reference": reference, "gpu": "H100-80GB-SXM", "gpus": 8, "nodes": gpus // 8}
@@ -53,13 +53,13 @@ def measure(name: str) -> dict[str, Any]:
         "gpus": gpus,
         "verdict": plan.verdict,
         "candidates": len(plan.candidates),
-        "configuration": brief(dataclasses.asdict(shown.settings)),
+        "configuration": brief(shown.settings),
         "settings": dataclasses.asdict(shown.settings),
         "device_gib": round(shown.device_total_bytes / 2**30, 1) if shown.device_total_bytes else None,
         "step_seconds": shown.step_seconds,
         "tokens_per_second_per_gpu": shown.tokens_per_second / gpus if shown.tokens_per_second else None,
         "mfu": shown.mfu,
-        "why": list(mesh_lines(plan_document(plan))),
+        "why": list(mesh_lines(plan)),
         "shortfall": plan.shortfall.kind if plan.shortfall is not None else None,
         "cpu_seconds": round(seconds, 1),
     }
@@ -73,7 +73,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     ]
     for item in results:
         settings = item["settings"]
-        parts = [mesh(settings)]
+        parts = [mesh(from_json(SearchPoint, settings))]
         parts += ["sequence parallel"] if settings["sequence_parallel"] else []
         parts += ["CPU offload"] if settings["cpu_offload"] else []
         speed, used = item["tokens_per_second_per_gpu"], item["mfu"]

@@ -18,11 +18,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fsdptool.report.html import plan_page
-from fsdptool.report.html_detection import detection_page
-from fsdptool.report.shown_records import comparison_page
+from fsdptool.planning.plan import plan_from
+from fsdptool.records.command_documents import Comparison
+from fsdptool.records.detection import Detection
+from fsdptool.records.diagnostic import read_answer
+from fsdptool.report.page.comparison import comparison_page
+from fsdptool.report.page.detection import detection_page
+from fsdptool.report.page.plan import plan_page
 
-PAGES = {"plan": plan_page, "detect": detection_page, "compare": comparison_page}
+PAGES = {
+    "plan": lambda document: plan_page(plan_from(document, where="the plan")),
+    "detect": lambda document: detection_page(read_answer(Detection, document)),
+    "compare": lambda document: comparison_page(read_answer(Comparison, document)),
+}
 WIDE, TELEPHONE = 1100, 390
 NO_CUT = """<script>addEventListener("load",()=>{
 const over=[...document.querySelectorAll("body *")].filter(e=>!e.closest("svg")&&!e.closest(".skip,caption")&&

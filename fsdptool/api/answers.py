@@ -20,6 +20,8 @@ from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
     from fsdptool.inspection.document import View
+    from fsdptool.records.detection import Detection
+    from fsdptool.records.diagnostic import Answer
     from fsdptool.records.recipe import Layout
 
 
@@ -35,19 +37,19 @@ class ShownPlan(Plan):
 
     def html(self) -> str:
         """Return the page of ``plan -o plan.html``."""
-        from fsdptool.report.html import plan_page
+        from fsdptool.report.page.plan import plan_page
 
-        return plan_page(self.document())
+        return plan_page(self)
 
     def __repr__(self) -> str:
         """Return the verdict, the shown configuration and what it needs, in a few lines."""
-        from fsdptool.report.shown_records import plan_lines
+        from fsdptool.report.summaries import plan_lines
 
-        return "\n".join(plan_lines(self.document()))
+        return "\n".join(plan_lines(self))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool plan", self.html())
 
@@ -79,34 +81,36 @@ class ShownAnatomy(Anatomy):
         Raises:
             ConfigError: The layout does not support this model, or ``sequence_parallel`` without ``tp``.
         """
-        from fsdptool.inspection import Inspection
-        from fsdptool.inspection.document import detect_document
-
-        return detect_document(
-            Inspection(self, cached=False),
+        return self._answer(
             world_size=world_size,
             layout=layout,
             views=views,
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
             expert_parallel=ep,
-        )
+        ).document()
+
+    def _answer(self, **options: Any) -> Answer[Detection]:
+        from fsdptool.inspection import Inspection
+        from fsdptool.inspection.document import describe
+
+        return describe(Inspection(self, cached=False), **options)
 
     def html(self, *, world_size: int | None = None, layout: Layout = "native") -> str:
         """Return the page of ``detect -o detection.html``; arguments and errors as :meth:`document`."""
-        from fsdptool.report.html_detection import detection_page
+        from fsdptool.report.page.detection import detection_page
 
-        return detection_page(self.document(world_size=world_size, layout=layout))
+        return detection_page(self._answer(world_size=world_size, layout=layout))
 
     def __repr__(self) -> str:
         """Return class, size and wrap classes, in a few lines."""
-        from fsdptool.report.shown_records import detection_lines
+        from fsdptool.report.summaries import detection_lines
 
-        return "\n".join(detection_lines(self.document()))
+        return "\n".join(detection_lines(self._answer()))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool detect", self.html())
 
@@ -117,25 +121,28 @@ class ShownComparison(Comparison):
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document of ``compare --format json``."""
-        from fsdptool.records.diagnostic import envelope
+        return self._answer().document()
 
-        return envelope("compare", [self.left, self.right], self)
+    def _answer(self) -> Answer[Comparison]:
+        from fsdptool.records.diagnostic import answer
+
+        return answer("compare", [self.left, self.right], self)
 
     def html(self) -> str:
         """Return the page of ``compare -o comparison.html``."""
-        from fsdptool.report.shown_records import comparison_page
+        from fsdptool.report.page.comparison import comparison_page
 
-        return comparison_page(self.document())
+        return comparison_page(self._answer())
 
     def __repr__(self) -> str:
         """Return the figures that differ, in a few lines."""
-        from fsdptool.report.shown_records import comparison_lines
+        from fsdptool.report.summaries import comparison_lines
 
-        return "\n".join(comparison_lines(self.document()))
+        return "\n".join(comparison_lines(self))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool compare", self.html(), height=560)
 

@@ -209,8 +209,8 @@ def from_plan(
     chosen = chosen_candidate(plan)
     anatomy = inspect(
         resolve_choice(recipe.model),
-        wrap=tuple(plan.inputs.get("wrap", ())),
-        exclude=tuple(plan.inputs.get("exclude", ())),
+        wrap=plan.inputs.wrap,
+        exclude=plan.inputs.exclude,
     )
     if settings.wrap_policy == "transformer" and not settings.wrap_classes:
         # The plan left the choice to detect; accelerate would take _no_split_modules instead.

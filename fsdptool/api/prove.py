@@ -255,8 +255,7 @@ def _chosen(
 
     recipe, settings, cluster = chosen_run(plan)
     recipe = consented(recipe, "the plan", trust_remote_code=trust_remote_code)
-    wrap, exclude = (tuple(plan.inputs.get(key, ())) for key in ("wrap", "exclude"))
-    anatomy = inspect(resolve_choice(recipe.model), wrap=wrap, exclude=exclude)
+    anatomy = inspect(resolve_choice(recipe.model), wrap=plan.inputs.wrap, exclude=plan.inputs.exclude)
     if settings.wrap_policy == "transformer" and not settings.wrap_classes:
         # The plan left the choice to detect, and emit-config writes it.
         settings = replace(settings, wrap_classes=anatomy.wrap.classes)

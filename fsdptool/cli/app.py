@@ -209,7 +209,7 @@ def _drop_output() -> None:
 
 def complain(error: FsdptoolError) -> None:
     """Write each mistake as one line, and what to do next as a second line."""
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     for mistake in (error, *error.others):
         print_line(f"error: {mistake.message}", stream=sys.stderr)

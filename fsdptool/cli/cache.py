@@ -36,7 +36,7 @@ def listing(
     from fsdptool.cache import Store
     from fsdptool.formatting import amount
     from fsdptool.records.command_documents import CacheReport
-    from fsdptool.report.tables import print_line, print_table
+    from fsdptool.report.console.tables import print_line, print_table
 
     store = Store()
     entries = store.entries()
@@ -121,7 +121,7 @@ def _print(report: CacheReport) -> None:
 
 
 def _list(summary: str, label: str, problems: Iterable[PathProblem]) -> None:
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     print_line(summary)
     for problem in problems:

@@ -40,7 +40,7 @@ def command(
     from fsdptool.planning.clusters import parse_size
     from fsdptool.planning.hardware import read_table, write_table
     from fsdptool.records.codec import to_json
-    from fsdptool.report.tables import print_line, print_table
+    from fsdptool.report.console.tables import print_line, print_table
 
     row = calibrate(
         gpu,

@@ -37,8 +37,8 @@ def command(
     A run folder alone, or given twice, is compared with its own prediction.
     """
     from fsdptool.planning.compare import compare
-    from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.comparison import print_comparison
+    from fsdptool.records.diagnostic import answer
+    from fsdptool.report.console.comparison import print_comparison
 
     check_output(output, force, {"a comparison": (".json", ".html")})
     if right is None:
@@ -48,15 +48,15 @@ def command(
     comparison = compare(left, right)
     if tolerance is not None and comparison.kind == "plans":
         raise PlanError("--tolerance requires a plan and a run", help="two plans do not contain measurements")
-    document = envelope("compare", [str(left), str(right)], comparison)
+    compared = answer("compare", [str(left), str(right)], comparison)
     if format is Format.JSON:
-        print_document(document)
+        print_document(compared.document())
     else:
-        print_comparison(document, explain=explain)
+        print_comparison(comparison, explain=explain)
     if output is not None:
-        from fsdptool.report.shown_records import comparison_page
+        from fsdptool.report.page.comparison import comparison_page
 
-        write_answer(output, document, comparison_page, force=force)
+        write_answer(output, compared, comparison_page, force=force)
     if tolerance is None:
         return int(ExitCode.CLEAN)
     if comparison.error_percent is None:

@@ -77,7 +77,7 @@ def command(
     check_output(output, force, {"a detection": (".json", ".html")})
     from fsdptool.families.registry import load_registry
     from fsdptool.inspection import examine
-    from fsdptool.inspection.document import View, detect_document
+    from fsdptool.inspection.document import View, describe
     from fsdptool.modeling.units import detected
     from fsdptool.source import resolve
 
@@ -93,7 +93,7 @@ def command(
     )
     inspection, published = detected(inspection, use_cache=not no_cache)
     views: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
-    document = detect_document(
+    answer = describe(
         inspection,
         world_size=world_size,
         layout="accelerate" if layout == "accelerate" else "native",
@@ -105,21 +105,21 @@ def command(
         diagnostics=load_registry().diagnostics,
     )
     if format is RowFormat.JSON:
-        print_document(document)
+        print_document(answer.document())
     elif format is RowFormat.TEXT:
-        from fsdptool.report.detect import print_detect
+        from fsdptool.report.console.detection import print_detect
 
-        print_detect(document)
+        print_detect(answer)
     else:
-        from fsdptool.report.detect import print_class_rows
+        from fsdptool.report.console.detection import print_class_rows
 
-        print_class_rows(document, format.value)
+        print_class_rows(answer.body, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:
-        from fsdptool.report.html_detection import detection_page
+        from fsdptool.report.page.detection import detection_page
 
-        write_answer(output, document, detection_page, force=force)
+        write_answer(output, answer, detection_page, force=force)
     failing = {"error", "warning"} if strict else {"error"}
-    bad = any(finding["severity"] in failing for finding in document["diagnostics"])
+    bad = any(finding.severity in failing for finding in answer.envelope.diagnostics)
     return int(ExitCode.FINDINGS if bad else ExitCode.CLEAN)
 
 

@@ -30,16 +30,15 @@ def command(
 
     Exits with 0 if a cause was recognised or the run has not failed, and with 5 if the cause is unknown.
     """
-    from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
 
     diagnosis = _diagnose(targets or [])
     if format is Format.JSON:
         print_document(envelope("diagnose", diagnosis.target, diagnosis))
     else:
-        from fsdptool.report.diagnosis import print_diagnosis
+        from fsdptool.report.console.diagnosis import print_diagnosis
 
-        print_diagnosis(to_json(diagnosis))
+        print_diagnosis(diagnosis)
     if diagnosis.exception is not None or (diagnosis.failed and not diagnosis.failures):
         return int(ExitCode.INCOMPLETE)
     if diagnosis.run is None and not diagnosis.failures:

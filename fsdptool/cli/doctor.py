@@ -18,15 +18,15 @@ def command(
 ) -> int:
     """Report versions, devices, plugins and the cache, and test FSDP2 on two processes."""
     from fsdptool.launch.doctor import examine
-    from fsdptool.records.diagnostic import envelope
+    from fsdptool.records.diagnostic import answer
 
     health, diagnostics = examine(with_probe=probe)
-    document = envelope("doctor", health, health, diagnostics=diagnostics)
+    examined = answer("doctor", health, health, diagnostics=diagnostics)
     if format is Format.JSON:
-        print_document(document)
+        print_document(examined.document())
     else:
-        from fsdptool.report.detect import print_doctor
+        from fsdptool.report.console.doctor import print_doctor
 
-        print_doctor(document)
+        print_doctor(examined)
     failed = any(item.severity == "error" for item in diagnostics)
     return int(ExitCode.FINDINGS if failed else ExitCode.CLEAN)

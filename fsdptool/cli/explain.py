@@ -31,8 +31,8 @@ def command(
     from fsdptool.cli.validate import read_input
     from fsdptool.config import read_settings
     from fsdptool.config.result import explain_document
-    from fsdptool.report.findings import render_explanation
-    from fsdptool.report.tables import terminal_width
+    from fsdptool.report.console.findings import render_explanation
+    from fsdptool.report.console.tables import terminal_width
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     reading = read_settings(

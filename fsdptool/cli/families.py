@@ -26,7 +26,7 @@ def command(
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
     from fsdptool.records.command_documents import FamilyList
-    from fsdptool.records.diagnostic import envelope
+    from fsdptool.records.diagnostic import answer
 
     registry = load_registry()
     found = [
@@ -40,22 +40,22 @@ def command(
         shown = [_summary(registry, family)]
         names = [flavour_name] if flavour_name else by_size(family.flavours())
         detail = [_flavour(family, registry.flavour(family_name, each)) for each in names]
-    document = envelope(
+    listed = answer(
         "families",
         {"name": name, "families": [item.name for item in shown]},
         FamilyList(tuple(shown), detail if detail is None else tuple(detail)),
         diagnostics=registry.diagnostics,
     )
     if format is RowFormat.JSON:
-        print_document(document)
+        print_document(listed.document())
     elif format is RowFormat.TEXT:
-        from fsdptool.report.detect import print_families
+        from fsdptool.report.console.families import print_families
 
-        print_families(document)
+        print_families(listed)
     else:
-        from fsdptool.report.detect import print_family_rows
+        from fsdptool.report.console.families import print_family_rows
 
-        print_family_rows(document, format.value)
+        print_family_rows(listed.body, "tsv" if format is RowFormat.TSV else "csv")
     return int(ExitCode.CLEAN)
 
 

@@ -91,21 +91,20 @@ def command(
 
 
 def _print(starter: Starter, paths: tuple[Path, Path], reference: str, trusted: bool) -> None:
-    from fsdptool.planning.plan import plan_document
     from fsdptool.report.plan_words import brief, headline, need, shown, spare_memory, speed
     from fsdptool.source.imports import is_import
 
     recipe, config = (shlex.quote(str(path)) for path in paths)
     named = is_import(reference)
     flag = "" if not trusted else " --allow-import" if named else " --trust-remote-code"
-    document = plan_document(starter.plan)
-    candidate = shown(document)
-    answer_line(headline(document))
+    plan = starter.plan
+    candidate = shown(plan)
+    answer_line(headline(plan))
     answer_line(need(candidate))
-    answer_line(f"configuration: {brief(candidate['settings'])}")
-    if candidate["step_seconds"] is not None:
+    answer_line(f"configuration: {brief(candidate.settings)}")
+    if candidate.step_seconds is not None:
         answer_line(f"estimated speed: {speed(candidate)}")
-    for line in spare_memory(document):
+    for line in spare_memory(plan):
         answer_line(line)
     if starter.look is not None:
         columns = f"; columns {', '.join(starter.look.columns)}" if starter.look.columns else ""

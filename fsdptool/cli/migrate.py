@@ -103,7 +103,7 @@ def _migrate(
 
 def _show(changed: list[Migrated], diff: bool) -> None:
     from fsdptool.files.text import decode
-    from fsdptool.report.findings import unified
+    from fsdptool.report.diff import unified
 
     for result in changed:
         if diff:

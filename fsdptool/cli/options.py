@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
+from fsdptool.records.diagnostic import Answer
+
+T = TypeVar("T")
 
 
 class Format(StrEnum):
@@ -190,14 +193,14 @@ def show_progress() -> Iterator[Callable[[str], None]]:
 
 def say(text: str) -> None:
     """Write one line to standard error: what was done, or what to know about the answer."""
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     print_line(text, stream=sys.stderr)
 
 
 def answer_line(text: str) -> None:
     """Write one line of an answer to standard output."""
-    from fsdptool.report.tables import print_line
+    from fsdptool.report.console.tables import print_line
 
     print_line(text)
 
@@ -261,14 +264,12 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
         ) from error
 
 
-def write_answer(
-    path: Path, document: Mapping[str, Any], page: Callable[[Mapping[str, Any]], str], *, force: bool
-) -> None:
-    """Write a document to a file, as a page where its suffix is ``.html``, and say so.
+def write_answer(path: Path, answer: Answer[T], page: Callable[[Answer[T]], str], *, force: bool) -> None:
+    """Write an answer to a file, as a page where its suffix is ``.html``, else as JSON, and say so.
 
     Args:
         path: The file.
-        document: The document.
+        answer: The answer.
         page: Makes the page of it.
         force: Replace an existing file.
 
@@ -276,6 +277,6 @@ def write_answer(
         StorageError: The file exists and ``force`` is not set, or it cannot be written.
     """
     is_page = path.suffix == ".html"
-    text = page(document) if is_page else json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    text = page(answer) if is_page else json.dumps(answer.document(), indent=1, ensure_ascii=False) + "\n"
     write_file(path, text, force=force)
     say(f"wrote {path}")

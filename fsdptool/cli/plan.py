@@ -185,24 +185,23 @@ def answer_sweep(
     import json
 
     from fsdptool.planning.sweep import sweep
-    from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.sweep import print_sweep, print_sweep_rows, sweep_csv, sweep_svg
+    from fsdptool.report.console.sweep import print_sweep, print_sweep_rows, sweep_csv
+    from fsdptool.report.page.sweep import sweep_svg
 
     with show_progress() as progress:
         result = sweep(options, values, progress=progress)
-    body = to_json(result)
-    document = envelope("sweep", {"options": body["options"], "values": dict(values)}, body)
+    document = envelope("sweep", {"options": result.options, "values": dict(values)}, result)
     if output is not None:
         writers = {".csv": sweep_csv, ".svg": sweep_svg}
-        text = writers[output.suffix](document) if output.suffix in writers else ""
+        text = writers[output.suffix](result) if output.suffix in writers else ""
         write_file(output, text or json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
     if format is RowFormat.JSON:
         print_document(document)
     elif format is RowFormat.TEXT:
-        print_sweep(document)
+        print_sweep(result)
     else:
-        print_sweep_rows(document, "tsv" if format is RowFormat.TSV else "csv")
+        print_sweep_rows(result, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:
         say(f"wrote {output}")
     verdicts = {row.verdict for row in result.rows}
@@ -245,21 +244,21 @@ def answer(
     import json
 
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.plan import print_candidates, print_plan
+    from fsdptool.report.console.plan import print_candidates, print_plan
 
     document = plan_document(plan)
     if output is not None and output.suffix == ".json":
         write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
     elif output is not None:
-        from fsdptool.report.html import plan_file
+        from fsdptool.report.page.plan import plan_file
 
-        write_file(output, plan_file(document, output.suffix), force=force)
+        write_file(output, plan_file(plan, output.suffix), force=force)
     if format is RowFormat.JSON:
         print_document(document)
     elif format is RowFormat.TEXT:
-        print_plan(document, explain=explain, command=command)
+        print_plan(plan, explain=explain, command=command)
     else:
-        print_candidates(document, "tsv" if format is RowFormat.TSV else "csv")
+        print_candidates(plan, "tsv" if format is RowFormat.TSV else "csv")
     if output is not None:
         say(f"wrote {output}")
 
@@ -268,7 +267,7 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     """Recompute a saved plan, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.comparison import print_changes
+    from fsdptool.report.console.comparison import print_changes
 
     with show_progress() as progress:
         after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)

@@ -100,15 +100,14 @@ def add(
 @group.command("list")
 def listing(format: FormatOption = Format.TEXT) -> int:
     """List the entries: those that run, those that wait and why, and those that have ended."""
-    from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.queue import print_queue
+    from fsdptool.report.console.queue import print_queue
 
     report = _queue().report()
     if format is Format.JSON:
         print_document(envelope("queue", None, report))
     else:
-        print_queue(to_json(report), now=time.time())
+        print_queue(report, now=time.time())
     return int(ExitCode.CLEAN)
 
 

@@ -50,8 +50,8 @@ def command(
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.findings import render_list, render_rule
-    from fsdptool.report.tables import print_lines, terminal_width
+    from fsdptool.report.console.tables import print_lines, terminal_width
+    from fsdptool.report.rules import render_list, render_rule
     from fsdptool.spelling import nearest
 
     table = all_rules()

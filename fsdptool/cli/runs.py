@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -40,17 +40,16 @@ def command(
 ) -> int:
     """List the runs in folders and on this machine: their state, their GPUs and how they ended."""
     from fsdptool.api.run_lists import list_runs
-    from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.run import print_run_rows, print_runs
+    from fsdptool.report.console.runs import print_run_rows, print_runs
 
     found = list_runs(roots or ())
     if format is RowFormat.JSON:
         print_document(envelope("runs", [str(root) for root in roots or ()], found))
     elif format is RowFormat.TEXT:
-        print_runs(to_json(found))
+        print_runs(found)
     else:
-        print_run_rows(to_json(found), format.value)
+        print_run_rows(found, "tsv" if format is RowFormat.TSV else "csv")
     return int(ExitCode.CLEAN)
 
 
@@ -64,23 +63,22 @@ def watch(
     Ends when the run ends, with the exit status of the run. Ctrl-C leaves the run alone.
     """
     from fsdptool.api.run_lists import view_run
-    from fsdptool.records.codec import to_json
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.run import print_run
+    from fsdptool.report.console.runs import print_run
 
     if once or format is Format.JSON:
         view = view_run(run)
         if format is Format.JSON:
             print_document(envelope("watch", str(run), view))
         else:
-            print_run(to_json(view))
+            print_run(view)
         return _status(view)
     try:
         view = _show_live(run) if sys.stdout.isatty() else _follow(run)
     except KeyboardInterrupt:
         say("stopped watching; the run continues")
         return int(ExitCode.INTERRUPTED)
-    print_run(to_json(view))
+    print_run(view)
     return _status(view)
 
 
@@ -94,15 +92,14 @@ def _show_live(run: Path) -> RunView:
 
     from fsdptool.api.run_lists import view_run
     from fsdptool.files.values import number
-    from fsdptool.records.codec import to_json
-    from fsdptool.report.run import run_panel
+    from fsdptool.report.console.runs import run_panel
     from fsdptool.runs.view import latest_steps
 
     view = view_run(run)
     with Live(auto_refresh=False, transient=True) as live:
         while view.state == "running":
             losses = [number(line.get("loss")) for line in latest_steps(run)]
-            live.update(run_panel(to_json(view), losses, now=time.time()), refresh=True)
+            live.update(run_panel(view, losses, now=time.time()), refresh=True)
             # Every rank's file is read each time.
             time.sleep(max(_POLL_SECONDS, view.world_size / 128.0))
             view = view_run(run)
@@ -112,16 +109,15 @@ def _show_live(run: Path) -> RunView:
 def _follow(run: Path) -> RunView:
     """Write a line for each event of the run until it ends; return its last state."""
     from fsdptool.api.run_lists import view_run
-    from fsdptool.records.codec import to_json
-    from fsdptool.report.run import print_run
-    from fsdptool.report.train import Progress
+    from fsdptool.report.console.runs import print_run
+    from fsdptool.report.console.train import Progress
     from fsdptool.runs.events import Follower
 
     follower = Follower(run)
     view = view_run(run)
     if view.state != "running":
         return view
-    print_run(to_json(view))
+    print_run(view)
     sys.stdout.flush()
     progress = Progress(view.total_steps, stream=sys.stdout)
     running = True
@@ -149,10 +145,10 @@ def report(
     from fsdptool.files.text import exists, is_file
 
     if is_file(source):
-        from fsdptool.planning.plan import plan_document, read_plan
-        from fsdptool.report.html import plan_file
+        from fsdptool.planning.plan import read_plan
+        from fsdptool.report.page.plan import plan_file
 
-        write_file(output, plan_file(plan_document(read_plan(source)), output.suffix), force=force)
+        write_file(output, plan_file(read_plan(source), output.suffix), force=force)
         say(f"wrote {output}")
         return int(ExitCode.CLEAN)
     if not exists(source):
@@ -162,14 +158,13 @@ def report(
 
 def _report_run(run: Path, output: Path, *, force: bool) -> int:
     from fsdptool.api.run_lists import view_run
-    from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.run_page import run_page
+    from fsdptool.records.diagnostic import answer
+    from fsdptool.report.page.run import run_page
     from fsdptool.runs.history import read_history
 
     if output.suffix != ".html":
         raise ConfigError(f"{output}: the page of a run is written as .html", help="choose this suffix")
-    view = view_run(run)
-    document: dict[str, Any] = envelope("watch", str(run), view)
-    write_file(output, run_page(document, read_history(run)), force=force)
+    shown = answer("watch", str(run), view_run(run))
+    write_file(output, run_page(shown, read_history(run)), force=force)
     say(f"wrote {output}")
     return int(ExitCode.CLEAN)

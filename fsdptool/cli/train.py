@@ -26,7 +26,7 @@ from fsdptool.errors import ConfigError
 if TYPE_CHECKING:
     from fsdptool.launch.outcome import Outcome
     from fsdptool.launch.start import ReadyRun
-    from fsdptool.report.train import Progress
+    from fsdptool.report.console.train import Progress
 
 
 def command(
@@ -140,8 +140,7 @@ def _print_dry_run(ready: ReadyRun, format: Format) -> None:
 
 def _run(ready: ReadyRun, format: Format) -> int:
     from fsdptool.launch.outcome import exit_status
-    from fsdptool.records.codec import to_json
-    from fsdptool.report.train import Progress, plan_text
+    from fsdptool.report.console.train import Progress, plan_text
 
     prepared = ready.prepared
     progress = Progress(prepared.recipe.steps, every=max(prepared.recipe.tracking.log_every, 1))
@@ -151,7 +150,7 @@ def _run(ready: ReadyRun, format: Format) -> int:
     ):
         progress.say(f"warning: {note}")
     if ready.leads:
-        progress.show(plan_text(to_json(prepared.prediction)))
+        progress.show(plan_text(prepared.prediction))
     try:
         outcome = ready.supervise(progress if ready.leads else _silent)
     finally:
@@ -167,9 +166,9 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
     from fsdptool.errors import ExitCode
     from fsdptool.formatting import printable
     from fsdptool.records.codec import to_json
-    from fsdptool.report.run import continuation
-    from fsdptool.report.tables import print_lines
-    from fsdptool.report.train import closing_text, memory_text
+    from fsdptool.report.console.runs import continuation
+    from fsdptool.report.console.tables import print_lines
+    from fsdptool.report.console.train import closing_text, memory_text
     from fsdptool.runs.events import read_lines
     from fsdptool.runs.folder import METRICS
     from fsdptool.runs.manifest import lost_steps
@@ -183,7 +182,7 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
         print_document(document)
     else:
         losses = [line.get("loss") for line in read_lines(folder / METRICS)]
-        print_lines(closing_text(document, printable(_shown(folder)), losses))
+        print_lines(closing_text(summary, printable(_shown(folder)), losses))
     if account is not None:
         progress.show(memory_text(to_json(account)))
     _say_failure(outcome, progress)

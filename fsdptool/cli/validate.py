@@ -89,7 +89,7 @@ def command(
     """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
     from fsdptool.api.validate import Linter, conditions
     from fsdptool.config.result import Verdict
-    from fsdptool.report import findings
+    from fsdptool.report.console import findings
 
     if statistics and format in (FindingFormat.GITHUB, FindingFormat.SARIF):
         raise ConfigError(f"--statistics has no form for {format.value}", help="use text, concise or json")
@@ -215,7 +215,7 @@ def _repair(
 
 
 def _show(repaired: list[Repaired | None]) -> bool:
-    from fsdptool.report.findings import unified
+    from fsdptool.report.diff import unified
 
     text = "".join(unified(result.before, result.after.text) for result in repaired if result is not None)
     sys.stdout.write(text)
@@ -255,17 +255,18 @@ def _write(
 
 
 def _print(verdict: Verdict, format: FindingFormat, quiet: bool, statistics: bool, accepted: int) -> None:
-    from fsdptool.report import findings
+    from fsdptool.report.code_scanning import render_github, sarif_document
+    from fsdptool.report.console import findings
 
     colour = findings.colour_wanted()
     if format is FindingFormat.JSON:
         print_document(verdict.document())
     elif format is FindingFormat.SARIF:
-        print_document(findings.sarif_document(verdict.readings))
+        print_document(sarif_document(verdict.readings))
     elif format is FindingFormat.GITHUB:
-        sys.stdout.write(findings.render_github(verdict.readings, quiet=quiet))
+        sys.stdout.write(render_github(verdict.readings, quiet=quiet))
     else:
-        from fsdptool.report.tables import print_lines, terminal_width
+        from fsdptool.report.console.tables import print_lines, terminal_width
 
         width = terminal_width(sys.stdout)
         if statistics:

@@ -158,19 +158,19 @@ class Verdict:
 
     def html(self) -> str:
         """Return the findings as a page, file by file."""
-        from fsdptool.report.shown_records import verdict_page
+        from fsdptool.report.page.findings import verdict_page
 
         return verdict_page(self.readings)
 
     def __repr__(self) -> str:
         """Return the number of findings and the most severe ones, in a few lines."""
-        from fsdptool.report.shown_records import verdict_lines
+        from fsdptool.report.summaries import verdict_lines
 
         return "\n".join(verdict_lines(self.readings))
 
     def _repr_html_(self) -> str:
         """Return the page in a frame of its own."""
-        from fsdptool.report.html_page import frame
+        from fsdptool.report.page.parts import frame
 
         return frame("fsdptool validate", self.html(), height=420)
 

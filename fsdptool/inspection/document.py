@@ -1,4 +1,4 @@
-"""The JSON document of ``fsdptool detect`` and the views of an anatomy it shows. Torch-free."""
+"""The answer of ``fsdptool detect`` and the views of an anatomy it shows. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import Inspection, cache_parts
@@ -32,14 +32,14 @@ from fsdptool.records.detection import (
     UnitSummary,
     WrapSummary,
 )
-from fsdptool.records.diagnostic import Diagnostic, envelope
+from fsdptool.records.diagnostic import Answer, Diagnostic, answer
 from fsdptool.records.sharding import Unit, UnitPlan
 from fsdptool.source.adapters import read_adapter
 
 View = Literal["leaves", "tree", "where"]
 
 
-def detect_document(
+def describe(
     inspection: Inspection,
     *,
     world_size: int | None = None,
@@ -50,8 +50,8 @@ def detect_document(
     expert_parallel: int | None = None,
     published: Anatomy | None = None,
     diagnostics: Iterable[Diagnostic] = (),
-) -> dict[str, Any]:
-    """Return the document of an inspection.
+) -> Answer[Detection]:
+    """Return what ``detect`` answers about an inspected model.
 
     Args:
         inspection: What :func:`fsdptool.inspection.examine` returned.
@@ -129,7 +129,7 @@ def detect_document(
         "sequence_parallel": sequence_parallel,
         "expert_parallel": expert_parallel,
     }
-    return envelope(
+    return answer(
         "detect",
         inputs,
         detection,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from fsdptool.planning.choice import SAME, roomy
 from fsdptool.planning.estimator import Estimator
@@ -13,6 +12,7 @@ from fsdptool.planning.requested_recipe import MAX_TOKENS
 from fsdptool.planning.search import Progress
 from fsdptool.planning.verdict import HEADROOM, least_device_bytes
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
+from fsdptool.records.plan_details import LargestBatch, TriedSettings
 from fsdptool.records.trace import ColourGroup, Component
 
 _LIMIT = 1 << 16
@@ -28,7 +28,7 @@ def largest_batch(
     requested: Sequence[SearchPoint],
     *,
     progress: Progress | None = None,
-) -> tuple[list[SearchPoint], list[dict[str, Any]]]:
+) -> tuple[list[SearchPoint], tuple[LargestBatch, ...]]:
     """Return the requested points with the micro-batch that makes the most of the memory, per cluster.
 
     Settings of activation checkpointing and resharding that are left open are tried as well, each with the
@@ -36,8 +36,7 @@ def largest_batch(
     divisors are tried, and accumulation makes up the rest; otherwise the global batch grows.
 
     Returns:
-        The points (unchanged where nothing fits), and per cluster what was tried: ``micro_batch`` and
-        ``tried`` (device bytes by size) of the point that is taken, and ``settings``, one per combination.
+        The points (unchanged where nothing fits), and what was tried on each cluster.
     """
     results, attempts = [], []
     for point in requested:
@@ -50,14 +49,14 @@ def largest_batch(
         taken = next((tried for _, candidate, tried in variants if candidate is best), variants[0][2])
         results.append(best.settings if best is not None else point)
         attempts.append(
-            {
-                "cluster": point.cluster,
-                "micro_batch": best.settings.micro_batch if best is not None else None,
-                "tried": {str(size): c.device_total_bytes for size, c in sorted(taken.items())},
-                "settings": [_describe(variant, candidate) for variant, candidate, _ in variants],
-            }
+            LargestBatch(
+                cluster=point.cluster,
+                micro_batch=best.settings.micro_batch if best is not None else None,
+                tried={str(size): c.device_total_bytes for size, c in sorted(taken.items())},
+                settings=tuple(_describe(variant, candidate) for variant, candidate, _ in variants),
+            )
         )
-    return results, attempts
+    return results, tuple(attempts)
 
 
 def _variants(point: SearchPoint, inputs: PlanInputs) -> list[SearchPoint]:
@@ -84,16 +83,16 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     return next((c for c in candidates if (c.samples_per_second or 0.0) >= speed * (1 - SAME)), None)
 
 
-def _describe(variant: SearchPoint, candidate: Candidate | None) -> dict[str, Any]:
-    return {
-        "checkpointing": variant.checkpointing,
-        "reshard_after_forward": variant.reshard_after_forward,
-        "micro_batch": candidate.settings.micro_batch if candidate is not None else None,
-        "accumulation": candidate.settings.accumulation if candidate is not None else None,
-        "device_total_bytes": candidate.device_total_bytes if candidate is not None else None,
-        "samples_per_second": candidate.samples_per_second if candidate is not None else None,
-        "tokens_per_second": candidate.tokens_per_second if candidate is not None else None,
-    }
+def _describe(variant: SearchPoint, candidate: Candidate | None) -> TriedSettings:
+    return TriedSettings(
+        checkpointing=variant.checkpointing,
+        reshard_after_forward=variant.reshard_after_forward,
+        micro_batch=candidate.settings.micro_batch if candidate is not None else None,
+        accumulation=candidate.settings.accumulation if candidate is not None else None,
+        device_total_bytes=candidate.device_total_bytes if candidate is not None else None,
+        samples_per_second=candidate.samples_per_second if candidate is not None else None,
+        tokens_per_second=candidate.tokens_per_second if candidate is not None else None,
+    )
 
 
 class _Sizes:

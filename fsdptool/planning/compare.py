@@ -11,7 +11,7 @@ from fsdptool.errors import PlanError
 from fsdptool.files import values
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import check, read_object
-from fsdptool.planning.plan import chosen_candidate, inputs_of, make_plan, plan_from, read_plan
+from fsdptool.planning.plan import chosen_candidate, make_plan, plan_from, read_plan
 from fsdptool.planning.request import Request
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
@@ -53,7 +53,7 @@ def _plan(side: Path | Plan) -> Plan:
 def _name(side: Path | Plan) -> str:
     if isinstance(side, Path):
         return str(side)
-    return f"{side.inputs['model']['reference']} ({side.chosen or 'nothing chosen'})"
+    return f"{side.inputs.model.reference} ({side.chosen or 'nothing chosen'})"
 
 
 def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
@@ -63,8 +63,8 @@ def _plans(a: Plan, b: Plan, left: str, right: str) -> Comparison:
         ComparedFigure(f"{where}{key}", x, y, "text")
         for where, x_data, y_data in (
             ("", to_json(first.settings), to_json(second.settings)),
-            ("recipe.", _flat(a.inputs.get("recipe", {})), _flat(b.inputs.get("recipe", {}))),
-            ("settings.", _flat(a.inputs.get("settings", {})), _flat(b.inputs.get("settings", {}))),
+            ("recipe.", _flat(to_json(a.inputs.recipe)), _flat(to_json(b.inputs.recipe))),
+            ("settings.", _flat(to_json(a.inputs.settings)), _flat(to_json(b.inputs.settings))),
         )
         for key, x, y in _different(x_data, y_data)
     ]
@@ -279,16 +279,15 @@ def check_plan(
 
     data = read_object(path)
     before = plan_from(data, where=str(path))
-    inputs = inputs_of(before)
-    consented(inputs.recipe, path, trust_remote_code=trust_remote_code)
-    after = make_plan(Request(inputs), progress=progress)
+    consented(before.inputs.recipe, path, trust_remote_code=trust_remote_code)
+    after = make_plan(Request(before.inputs), progress=progress)
     return after, changes_between(data, before, after)
 
 
 def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return what differs between a saved plan, with its document's head, and a new one."""
     libraries = _different(data["libraries"], library_versions())
-    model = _different(before.inputs.get("model", {}), after.inputs.get("model", {}))
+    model = _different(to_json(before.inputs.model), to_json(after.inputs.model))
     pairs = [
         *((f"libraries.{key}", old, new) for key, old, new in sorted(libraries)),
         *((f"model.{key}", old, new) for key, old, new in sorted(model)),
@@ -305,7 +304,7 @@ def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple
 def _decisive(before: Plan, after: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Pair what decides: figures of the requested candidates and of the chosen one."""
     candidates = {candidate.id: candidate for candidate in after.candidates}
-    watched = {before.chosen, *before.details.get("asked", ())}
+    watched = {before.chosen, *before.details.asked}
     for old in before.candidates:
         if old.id not in watched:
             continue

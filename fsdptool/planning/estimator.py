@@ -33,6 +33,7 @@ from fsdptool.planning.step_time import (
     product_seconds,
     stacked_modules,
     time_candidate,
+    unit_bytes,
     unit_costs,
 )
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
@@ -42,6 +43,7 @@ from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, Candidate, SearchPoint, TrainingLoop
+from fsdptool.records.plan_details import StoredDtypes
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 
@@ -230,7 +232,7 @@ class Estimator:
                 self._costs[key] = unit_costs(costs, whole.repeats, plan)
             shared = None
             if point.cp > 1:
-                shared = unit_costs(exchanged_bytes(part), part.repeats, plan)
+                shared = unit_bytes(exchanged_bytes(part), part.repeats, plan)
             sums: list[Sequence[Cost]] = []
             if point.tp > 1:
                 hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None
@@ -299,22 +301,17 @@ class Estimator:
             parameter_bytes=size(largest),
         )
 
-    def stored_dtypes(self, point: SearchPoint, cluster: Cluster) -> dict[str, list[str]]:
-        """Return the dtypes that the shards of trained and of frozen parameters are kept in.
-
-        Returns:
-            ``trained`` and ``frozen`` (where there are such parameters), and ``compute``, the dtype of
-            gathered parameters where it is one for all; each sorted by elements, the largest share first.
-        """
+    def stored_dtypes(self, point: SearchPoint, cluster: Cluster) -> StoredDtypes:
+        """Return the dtypes that the shards of trained and of frozen parameters are kept in."""
         plan = self.rank_of(point, cluster).plan
         elements: dict[str, Counter[str]] = {"trained": Counter(), "frozen": Counter()}
         for parameter in (*(p for unit in plan.units for p in unit.parameters), *plan.ignored):
             kind = "trained" if parameter.trainable else "frozen"
             elements[kind][stored_dtype(parameter, plan)] += parameter.numel
-        dtypes = {
-            kind: [name for name, _ in count.most_common()] for kind, count in elements.items() if count
-        }
-        return {**dtypes, "compute": [plan.param_dtype]} if plan.param_dtype else dtypes
+        return StoredDtypes(
+            **{kind: tuple(name for name, _ in count.most_common()) for kind, count in elements.items()},
+            compute=(plan.param_dtype,) if plan.param_dtype else (),
+        )
 
     def _trace(self, recipe: Recipe, settings: FsdpSettings) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fsdptool.planning.choice import merit, roomy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, SearchPoint
+from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshChoice, MeshGroup
 
 _DIMENSIONS = tuple(item.name for item in PLANNED)
 
 
 def mesh_choice(
     candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster, *, prefer: str = "speed"
-) -> dict[str, Any] | None:
-    """Return why the chosen mesh won over the others that were evaluated; None where there was no other.
-
-    Returns:
-        ``groups`` (the groups that exchange data: dimension, ranks, and nodes that one group spans),
-        ``waits`` (seconds per step: ``group`` for sums, all-to-alls and exchanged sequences, ``sharding`` for
-        gathers and reductions that no compute hides), and ``alternatives``, the best candidate of every other
-        mesh, fastest first: its sizes, ``id``, ``fits`` with the headroom that a search leaves,
-        ``relative_speed`` (1 is the chosen one's) and ``waits``.
-    """
+) -> MeshChoice | None:
+    """Return why the chosen mesh won over the others that were evaluated; None where there was no other."""
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
         if candidate.settings.cluster != chosen.settings.cluster or candidate.step_seconds is None:
@@ -39,20 +31,20 @@ def mesh_choice(
     if not others:
         return None
     speed = merit(chosen, prefer)
-    return {
-        "groups": _groups(chosen.settings, cluster),
-        "waits": _waits(chosen),
-        "alternatives": [
-            {
+    return MeshChoice(
+        groups=_groups(chosen.settings, cluster),
+        waits=_waits(chosen),
+        alternatives=tuple(
+            MeshAlternative(
                 **dict(zip(_DIMENSIONS, _sizes(other.settings), strict=True)),
-                "id": other.id,
-                "fits": _fits(other),
-                "relative_speed": merit(other, prefer) / speed if speed else None,
-                "waits": _waits(other),
-            }
+                id=other.id,
+                fits=_fits(other),
+                relative_speed=merit(other, prefer) / speed if speed else None,
+                waits=_waits(other),
+            )
             for other in others
-        ],
-    }
+        ),
+    )
 
 
 def _sizes(point: SearchPoint) -> tuple[int, ...]:
@@ -70,7 +62,7 @@ def _rank(candidate: Candidate, prefer: str) -> tuple[bool, float]:
     return False, candidate.slack_bytes or 0.0
 
 
-def _groups(point: SearchPoint, cluster: Cluster) -> list[dict[str, Any]]:
+def _groups(point: SearchPoint, cluster: Cluster) -> tuple[MeshGroup, ...]:
     """Return every group of more than one rank, and the nodes that one such group spans."""
     sharding = point.dp_shard * point.cp
     groups = (
@@ -81,18 +73,18 @@ def _groups(point: SearchPoint, cluster: Cluster) -> list[dict[str, Any]]:
         ("experts_shard", sharding * point.tp // point.ep if point.ep > 1 else 1, point.ep),
         ("dp_replicate", point.dp_replicate, sharding * point.tp),
     )
-    return [
-        {"dimension": name, "ranks": ranks, "nodes": _nodes(ranks, stride, cluster.gpus_per_node)}
+    return tuple(
+        MeshGroup(name, ranks, _nodes(ranks, stride, cluster.gpus_per_node))
         for name, ranks, stride in groups
         if ranks > 1
-    ]
+    )
 
 
 def _nodes(ranks: int, stride: int, per_node: int) -> int:
     return -(-ranks // max(per_node // stride, 1))
 
 
-def _waits(candidate: Candidate) -> dict[str, float]:
+def _waits(candidate: Candidate) -> CommunicationWaits:
     group = candidate.seconds.get("group_communication", 0.0)
     exposed = candidate.seconds.get("exposed_communication", 0.0)
-    return {"group": group, "sharding": max(exposed - group, 0.0)}
+    return CommunicationWaits(group, max(exposed - group, 0.0))

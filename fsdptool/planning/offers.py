@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fsdptool.planning.clusters import describe
 from fsdptool.records.plan import Candidate, PlanInputs
+from fsdptool.records.plan_details import PlannedOffer
 
 
 def describe_offers(
     inputs: PlanInputs, candidates: Sequence[Candidate], best: Sequence[str | None]
-) -> list[dict[str, Any]]:
-    """Return one entry per cluster, in the order they were named.
+) -> tuple[PlannedOffer, ...]:
+    """Return one offer per cluster, in the order they were named.
 
     Args:
         inputs: The clusters, and the recipe's number of steps.
         candidates: Everything that was evaluated.
         best: Id of the best candidate of each cluster; None where none fits.
-
-    Each entry has ``name`` and ``cluster``, the id of its best ``candidate`` (None where none fits), and what
-    that costs in the currency of the price: ``price_per_hour`` of the whole cluster,
-    ``price_per_million_tokens``, and ``price_per_run`` and ``run_seconds`` where the recipe gives its steps.
-    What is unknown is None.
     """
     known = {candidate.id: candidate for candidate in candidates}
     offers = []
@@ -32,15 +27,15 @@ def describe_offers(
         if cluster.price_per_gpu_hour is not None:
             per_hour = cluster.price_per_gpu_hour * cluster.world_size
         offers.append(
-            {
-                "name": cluster.name or describe(cluster),
-                "cluster": describe(cluster),
-                "candidate": name,
-                "price_per_hour": per_hour,
+            PlannedOffer(
+                name=cluster.name or describe(cluster),
+                cluster=describe(cluster),
+                candidate=name,
+                price_per_hour=per_hour,
                 **_costs(candidate, per_hour, inputs.recipe.steps),
-            }
+            )
         )
-    return offers
+    return tuple(offers)
 
 
 def _costs(candidate: Candidate | None, per_hour: float | None, steps: int | None) -> dict[str, float | None]:

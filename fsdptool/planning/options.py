@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origi
 from fsdptool.errors import PlanError
 from fsdptool.planning.option_values import decay, hsdp_shape, one_of, reshard_value
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
-from fsdptool.records.plan import Assumption, PipelineSchedule, Preference
+from fsdptool.records.plan import Assumption, Preference
+from fsdptool.records.plan_details import PipelineSchedule
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option

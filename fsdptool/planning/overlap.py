@@ -109,7 +109,7 @@ class Stage:
     backward_ranks: int
     forward: float
     backward: float
-    exchanged: float = 0.0
+    exchanged: int = 0
     exchanges: int = 1
     summed_forward: float = 0.0
     summed_backward: float = 0.0

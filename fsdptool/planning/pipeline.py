@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from fsdptool.errors import PlanError
 from fsdptool.planning.assembly import assemble
@@ -24,6 +23,7 @@ from fsdptool.planning.step_time import Timing
 from fsdptool.planning.verdict import check_fit
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Candidate, ComponentBytes, Footprint, Pipeline, SearchPoint
+from fsdptool.records.plan_details import PipelinePlan, PipelineStage
 from fsdptool.records.trace import ColourGroup, Component
 
 NOTE = (
@@ -92,21 +92,14 @@ class _Rank:
 
 def plan_pipeline(
     estimator: Estimator, pipeline: Pipeline, point: SearchPoint, cluster: Cluster, machine: Machine
-) -> tuple[Candidate, dict[str, Any]]:
-    """Return the configuration as its most loaded stage runs it, and the document's ``pipeline``.
+) -> tuple[Candidate, PipelinePlan]:
+    """Return the configuration as its most loaded stage runs it, and its stages.
 
     Args:
         estimator: Of the whole model.
         pipeline: Stages and schedule.
         point: The configuration of one stage: its mesh is that of :func:`stage_cluster`.
         cluster, machine: The hardware of the whole run.
-
-    Returns:
-        The candidate, and ``schedule``, ``ranks``, ``virtual``, ``micro_batches``, ``bubble``,
-        ``bubble_seconds``, ``sent_bytes`` (by one rank over one boundary, forward, per micro-batch),
-        ``transfer_seconds`` (per step), ``basis``, ``trained`` (False) and ``stages``: for every pipeline
-        rank its ``blocks`` (pairs of first and last, exclusive), ``parameters`` (bytes of its shards),
-        ``allocated_bytes``, ``activation_bytes``, ``in_flight`` and ``micro_batch_seconds``.
 
     Raises:
         PlanError: The model or the micro-batches cannot be divided so.
@@ -154,18 +147,20 @@ def plan_pipeline(
     if whole.peak_flops and whole.step_flops and timing is not None:
         mfu = whole.step_flops / (cluster.world_size * timing.step.seconds * whole.peak_flops)
         candidate = replace(candidate, peak_flops=whole.peak_flops, mfu=mfu)
-    document = {
-        **asdict(pipeline),
-        "micro_batches": micro_batches,
-        "bubble": bubble,
-        "bubble_seconds": parts_of_step.get("pipeline_bubble"),
-        "sent_bytes": sent,
-        "transfer_seconds": transfer if timing is not None else None,
-        "basis": "estimated",
-        "trained": False,
-        "stages": [_describe(rank) for rank in ranks],
-    }
-    return candidate, document
+    planned = PipelinePlan(
+        ranks=pipeline.ranks,
+        schedule=pipeline.schedule,
+        virtual=pipeline.virtual,
+        micro_batches=micro_batches,
+        bubble=bubble,
+        bubble_seconds=parts_of_step.get("pipeline_bubble"),
+        sent_bytes=sent,
+        transfer_seconds=transfer if timing is not None else None,
+        basis="estimated",
+        trained=False,
+        stages=tuple(_describe(rank) for rank in ranks),
+    )
+    return candidate, planned
 
 
 def _check(pipeline: Pipeline, stack: str, total: int, micro_batches: int, cluster: Cluster) -> None:
@@ -333,12 +328,12 @@ def _time(
     return timing, {**step.parts(), "pipeline_bubble": idle, "pipeline_transfers": transfer}
 
 
-def _describe(rank: _Rank) -> dict[str, Any]:
-    return {
-        "blocks": [[part.first, part.last] for part in rank.parts],
-        "parameters": rank.components.get(Component.PARAMETERS, 0),
-        "allocated_bytes": rank.allocated,
-        "activation_bytes": rank.components.get(Component.ACTIVATIONS, 0),
-        "in_flight": rank.in_flight,
-        "micro_batch_seconds": rank.seconds,
-    }
+def _describe(rank: _Rank) -> PipelineStage:
+    return PipelineStage(
+        blocks=tuple((part.first, part.last) for part in rank.parts),
+        parameters=rank.components.get(Component.PARAMETERS, 0),
+        allocated_bytes=rank.allocated,
+        activation_bytes=rank.components.get(Component.ACTIVATIONS, 0),
+        in_flight=rank.in_flight,
+        micro_batch_seconds=rank.seconds,
+    )

@@ -6,7 +6,7 @@ A plan is a document, too (``schemas/plan.schema.json``), which is read back her
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint
+from fsdptool.records.plan_details import LargestBatch, PlanDetails, PlannedModel
 from fsdptool.records.recipe import Batch, Optimizer, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
+_DETAILS = frozenset(item.name for item in fields(PlanDetails))
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
@@ -79,22 +81,17 @@ def plan_from(data: Mapping[str, Any], *, where: str) -> Plan:
         )
     check(data, "plan", where=where)
     body = {key: value for key, value in data.items() if key not in _ENVELOPE}
+    # Nothing rests on the details: those of another version, and what --check adds, are left out.
+    body["details"] = {key: value for key, value in data["details"].items() if key in _DETAILS}
     try:
         return from_json(Plan, body, where=where)
     except ConfigError as error:
         raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
 
 
-def inputs_of(plan: Plan) -> PlanInputs:
-    """Return the canonical inputs a plan was derived from.
-
-    Raises:
-        PlanError: They are not complete.
-    """
-    try:
-        return from_json(PlanInputs, plan.inputs, where="inputs")
-    except ConfigError as error:
-        raise PlanError(error.message, help="create a new plan with fsdptool plan") from error
+def own_plan(document: Mapping[str, Any]) -> Plan:
+    """Return the plan of a document that this version made; its schema is not checked again."""
+    return from_json(Plan, {key: value for key, value in document.items() if key not in _ENVELOPE})
 
 
 Progress = Callable[[str], None]
@@ -149,14 +146,14 @@ def search(
     inputs = replace(suited(spec, inputs), model=describe_model(spec, anatomy))
     profile: Any = inputs.profile
     estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile, loop=inputs.loop)
-    extra: dict[str, Any] = {}
+    tried: tuple[LargestBatch, ...] = ()
     noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
     if inputs.pipeline.ranks > 1:
         return _plan_stages(estimator, inputs, requested[0], noticed)
     if inputs.max_batch:
-        requested, extra["max_batch"] = largest_batch(estimator, inputs, requested, progress=progress)
+        requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
     result = run_search(estimator, inputs, requested, progress=progress)
-    return _conclude(estimator, inputs, requested, result, noticed, extra, progress)
+    return _conclude(estimator, inputs, requested, result, noticed, tried, progress)
 
 
 def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
@@ -178,7 +175,7 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
     Raises:
         PlanError: The plan has what is planned only: pipeline stages, or another loop's way to compute.
     """
-    inputs = inputs_of(plan)
+    inputs = plan.inputs
     if inputs.loop.assumed:
         raise PlanError(
             f"this plan has --assume {inputs.loop.assumed[0]}: it is planned only, and no training run does"
@@ -212,20 +209,20 @@ def _serious(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
     return [item for item in diagnostics if item.severity != "info"]
 
 
-def describe_model(spec: ModelSpec, anatomy: Anatomy) -> dict[str, Any]:
+def describe_model(spec: ModelSpec, anatomy: Anatomy) -> PlannedModel:
     """Return what a reference resolved to, as far as a plan depends on it."""
-    return {
-        "reference": spec.reference.id,
-        "kind": spec.reference.kind,
-        "revision": spec.reference.revision,
-        "family": spec.family,
-        "flavour": spec.flavour,
-        "class": spec.model_class,
-        "library": spec.library,
-        "component": spec.component,
-        "parameters": anatomy.total_parameters,
-        "config_digest": digest(spec.config),
-    }
+    return PlannedModel(
+        reference=spec.reference.id,
+        kind=spec.reference.kind,
+        revision=spec.reference.revision,
+        family=spec.family,
+        flavour=spec.flavour,
+        class_=spec.model_class,
+        library=spec.library,
+        component=spec.component,
+        parameters=anatomy.total_parameters,
+        config_digest=digest(spec.config),
+    )
 
 
 def inspect_model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
@@ -285,7 +282,7 @@ def _conclude(
     requested: Sequence[SearchPoint],
     result: SearchResult,
     diagnostics: list[Diagnostic],
-    extra: dict[str, Any],
+    tried: tuple[LargestBatch, ...],
     progress: Progress | None,
 ) -> Plan:
     by_id = {candidate.id: candidate for candidate in result.candidates}
@@ -322,30 +319,31 @@ def _conclude(
     experts = routing(estimator, chosen or first, inputs.clusters[place], inputs.machines[place])
     if experts is not None:
         estimator.notes[routing_note(experts)] = None
-        extra = {**extra, "routing": experts}
+    mesh = None
     if chosen is not None and len(result.candidates) > 1:
-        cluster = inputs.clusters[shown_point.cluster]
-        extra["mesh"] = mesh_choice(result.candidates, chosen, cluster, prefer=inputs.prefer)
+        mesh = mesh_choice(result.candidates, chosen, inputs.clusters[place], prefer=inputs.prefer)
     lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
     diagnostics += advise_lengths(lengths)
     sample = sample_size(estimator.spec, inputs.recipe)
-    details = {
-        "asked": list(result.requested),
-        "flags": _decided_flags(inputs, shown_point, sample),
-        "front": list(result.front),
-        **_common_details(estimator, inputs, shown_point, inputs.clusters[shown_point.cluster]),
-        "offers": describe_offers(inputs, result.candidates, result.best),
-        "states": estimator.states(shown_point, inputs.clusters[shown_point.cluster]),
-        "searched": len(result.candidates),
-        "changes_from": start.id,
-        **extra,
-    }
+    details = replace(
+        _common_details(estimator, inputs, shown_point, inputs.clusters[place]),
+        asked=tuple(result.requested),
+        flags=tuple(_decided_flags(inputs, shown_point, sample)),
+        front=tuple(result.front),
+        offers=describe_offers(inputs, result.candidates, result.best),
+        states=estimator.states(shown_point, inputs.clusters[place]),
+        searched=len(result.candidates),
+        changes_from=start.id,
+        max_batch=tried,
+        routing=experts,
+        mesh=mesh,
+    )
     return Plan(
         verdict=verdict,  # type: ignore[arg-type]  # one of the three above
         chosen=chosen.id if chosen is not None else None,
         candidates=result.candidates,
         next_steps=steps,
-        inputs=to_json(inputs),
+        inputs=inputs,
         confidence=estimator.confidence,
         diagnostics=tuple(dict.fromkeys(diagnostics)),
         unknowns=tuple(estimator.unknowns),
@@ -358,16 +356,16 @@ def _conclude(
 
 def _common_details(
     estimator: Estimator, inputs: PlanInputs, point: SearchPoint, cluster: Cluster
-) -> dict[str, Any]:
-    return {
-        "model": dict(inputs.model),
-        "clusters": [describe(cluster) for cluster in inputs.clusters],
-        "notes": list(estimator.notes),
-        "dtypes": estimator.stored_dtypes(point, cluster),
-        "wrap_classes": list(estimator.anatomy.wrap.classes),
-        "adapter": estimator.spec.adapter is not None,
-        "headroom": HEADROOM,
-    }
+) -> PlanDetails:
+    return PlanDetails(
+        model=inputs.model,
+        clusters=tuple(describe(cluster) for cluster in inputs.clusters),
+        notes=tuple(estimator.notes),
+        dtypes=estimator.stored_dtypes(point, cluster),
+        wrap_classes=estimator.anatomy.wrap.classes,
+        adapter=estimator.spec.adapter is not None,
+        headroom=HEADROOM,
+    )
 
 
 def _plan_stages(
@@ -381,22 +379,22 @@ def _plan_stages(
     known = candidate.device_total_bytes is not None and candidate.usable_bytes is not None
     chosen = candidate.id if reason is None else None
     sample = sample_size(estimator.spec, inputs.recipe)
-    details = {
-        "asked": [candidate.id],
-        "flags": [*pipeline_flags(inputs.pipeline), *_decided_flags(inputs, point, sample)],
-        "front": [candidate.id] if chosen else [],
-        **_common_details(estimator, inputs, point, stage_cluster(inputs.pipeline, cluster)),
-        "offers": describe_offers(inputs, [candidate], [chosen]),
-        "searched": 1,
-        "changes_from": candidate.id,
-        "pipeline": stages,
-    }
+    details = replace(
+        _common_details(estimator, inputs, point, stage_cluster(inputs.pipeline, cluster)),
+        asked=(candidate.id,),
+        flags=(*pipeline_flags(inputs.pipeline), *_decided_flags(inputs, point, sample)),
+        front=(candidate.id,) if chosen else (),
+        offers=describe_offers(inputs, [candidate], [chosen]),
+        searched=1,
+        changes_from=candidate.id,
+        pipeline=stages,
+    )
     return Plan(
         verdict="fits" if chosen else "does_not_fit" if known else "unknown",
         chosen=chosen,
         candidates=(candidate,),
         next_steps=(),
-        inputs=to_json(inputs),
+        inputs=inputs,
         confidence=estimator.confidence,
         diagnostics=tuple(dict.fromkeys(diagnostics)),
         unknowns=tuple(estimator.unknowns),

@@ -25,12 +25,12 @@ from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import (
     Assumption,
     Pipeline,
-    PipelineSchedule,
     PlanInputs,
     Preference,
     SearchScope,
     UnreadKeys,
 )
+from fsdptool.records.plan_details import PipelineSchedule
 from fsdptool.records.recipe import PADDING_MULTIPLE, Recipe
 from fsdptool.records.sharding import FsdpSettings
 

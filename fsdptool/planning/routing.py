@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from fsdptool.formatting import amount
 from fsdptool.planning.estimator import Estimator
@@ -13,6 +12,7 @@ from fsdptool.planning.expert_time import exchange_sizes
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Candidate
+from fsdptool.records.plan_details import ExpertRouting
 
 _LISTED = re.compile(r"\.experts\.(\d+)\.")
 
@@ -34,7 +34,7 @@ def experts_of(parameters: Iterable[Parameter]) -> int | None:
 
 def routing(
     estimator: Estimator, candidate: Candidate, cluster: Cluster, machine: Machine
-) -> dict[str, Any] | None:
+) -> ExpertRouting | None:
     """Return the allocated peak under balanced and under the worst routing, and why; None without experts.
 
     A trace runs without values, so its memory cannot depend on which expert a token goes to: the
@@ -42,23 +42,18 @@ def routing(
     model that loops over the experts it hits cannot be traced, and both figures are unknown. Over an
     expert-parallel group, routing decides how many tokens come to a rank. The worst case, in which all tokens
     of the group do, is traced, too.
-
-    Returns:
-        ``experts``, ``balanced_bytes``, ``worst_case_bytes``, ``reason``; with expert parallelism also
-        ``all_to_all_bytes`` and ``worst_all_to_all_bytes``, what the largest exchange brings to one rank.
     """
     count = experts_of(estimator.anatomy.parameters)
     if count is None:
         return None
     peak = candidate.allocated_peak_bytes
-    known = {"experts": count, "balanced_bytes": peak}
     if peak is None:
         reason = "the tokens of each expert decide the sizes of its products, which are not known in advance"
-        return {**known, "worst_case_bytes": None, "reason": reason}
+        return ExpertRouting(count, None, None, reason)
     point = candidate.settings
     if point.ep == 1:
         reason = "all routed tokens are computed together, in buffers of the same size for every routing"
-        return {**known, "worst_case_bytes": peak, "reason": reason}
+        return ExpertRouting(count, peak, peak, reason)
     worst = replace(estimator, worst_routing=True, _traces={}, _costs={}, _flops={})
     skewed = worst.candidate("worst", point, cluster, machine, detail=False, replay=False)
     units = estimator.units_of(point, cluster)
@@ -70,23 +65,17 @@ def routing(
         for e in (worst, estimator)
     )
     reason = f"the tokens of all {point.ep} expert-parallel ranks may choose experts of one rank"
-    return {
-        **known,
-        "worst_case_bytes": skewed.allocated_peak_bytes,
-        "reason": reason,
-        "all_to_all_bytes": least,
-        "worst_all_to_all_bytes": most,
-    }
+    return ExpertRouting(count, peak, skewed.allocated_peak_bytes, reason, least, most)
 
 
-def routing_note(routing: Mapping[str, Any]) -> str:
+def routing_note(routing: ExpertRouting) -> str:
     """Return :func:`routing` in one line."""
-    balanced, worst = amount(routing["balanced_bytes"]), amount(routing["worst_case_bytes"])
+    balanced, worst = amount(routing.balanced_bytes), amount(routing.worst_case_bytes)
     note = (
-        f"{routing['experts']} experts: the peak is {balanced} allocated with balanced routing and {worst}"
-        f" in the worst case: {routing['reason']}"
+        f"{routing.experts} experts: the peak is {balanced} allocated with balanced routing and {worst}"
+        f" in the worst case: {routing.reason}"
     )
-    if "all_to_all_bytes" in routing:
-        least, most = amount(routing["all_to_all_bytes"]), amount(routing["worst_all_to_all_bytes"])
+    if routing.all_to_all_bytes is not None:
+        least, most = amount(routing.all_to_all_bytes), amount(routing.worst_all_to_all_bytes)
         note += f"; each rank receives {least} to {most} in an all-to-all"
     return note

@@ -7,7 +7,7 @@ take the times of the block they repeat.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
@@ -120,20 +120,20 @@ def _in_block(path: str) -> bool:
     return any(part.isdigit() for part in path.split("."))
 
 
-def exchanged_bytes(trace: Trace) -> dict[str, Cost]:
-    """Return what every traced module gathers in forward from the ranks that share its sequence.
+def exchanged_bytes(trace: Trace) -> dict[str, int]:
+    """Return the bytes that every traced module gathers in forward from the ranks that share its sequence.
 
-    Bytes, under ``forward``: :func:`unit_costs` then sums them per unit. A collective's output is the
-    one thing in a forward that ``new_empty`` allocates (``families.objectives.context``).
+    A collective's output is the one thing in a forward that ``new_empty`` allocates
+    (``families.objectives.context``).
     """
-    exchanged: dict[str, Cost] = {}
+    exchanged: dict[str, int] = {}
     for owner, segment in owners_of(trace):
         if segment.marker == "backward":
             break
         allocated = [event - 1 for event in segment.events if event > 0]
         size = sum(trace.sizes[n] for n in allocated if trace.vocabulary[trace.names[n]] == "new_empty")
         if size:
-            exchanged[owner] = exchanged.get(owner, Cost()) + Cost(forward=float(size))
+            exchanged[owner] = exchanged.get(owner, 0) + size
     return exchanged
 
 
@@ -173,25 +173,39 @@ def _owner(segment: Segment, current: str) -> str:
 
 
 def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: UnitPlan) -> list[Cost]:
-    """Return the work of each unit, in the plan's order: what its modules do, nested units apart.
+    """Return the seconds of each unit, in the plan's order: what its modules do, nested units apart.
 
     Args:
         costs: What :func:`module_costs` returned.
         repeats: The trace's shortened lists.
         units: The units of the real model.
     """
+    modules = _modules_of_units(costs, repeats, units)
+    return [sum((costs[path].times(copies) for path, copies in own), Cost()) for own in modules]
+
+
+def unit_bytes(sizes: Mapping[str, int], repeats: Sequence[Repeat], units: UnitPlan) -> list[int]:
+    """Return the bytes of each unit, in the plan's order; arguments as :func:`unit_costs`."""
+    modules = _modules_of_units(sizes, repeats, units)
+    return [sum(sizes[path] * copies for path, copies in own) for own in modules]
+
+
+def _modules_of_units(
+    traced_modules: Iterable[str], repeats: Sequence[Repeat], units: UnitPlan
+) -> list[list[tuple[str, int]]]:
+    """Return the traced modules of each unit, each with how many modules of the real model it stands for."""
     traced = [tuple(traced_path(path, repeats) for path in unit.modules) for unit in units.units]
     owners: dict[str, int] = {}
     for index, paths in enumerate(traced):
         for path in paths:
             owners.setdefault(path, index)
-    sums: dict[int, Cost] = {}
-    for path, cost in costs.items():
+    owned: dict[int, list[tuple[str, int]]] = {}
+    for path in traced_modules:
         holder = _holder(path, owners)
         owner = owners.get(holder)
         if owner is not None:
-            sums[owner] = sums.get(owner, Cost()) + cost.times(copies_of(path, repeats, within=holder))
-    return [sums.get(owners[paths[0]], Cost()) if paths else Cost() for paths in traced]
+            owned.setdefault(owner, []).append((path, copies_of(path, repeats, within=holder)))
+    return [owned.get(owners[paths[0]], []) if paths else [] for paths in traced]
 
 
 def _holder(path: str, owners: Mapping[str, int]) -> str:
@@ -264,7 +278,7 @@ def fill(
     traffic: Traffic,
     work: Sequence[Cost],
     sharing: int = 1,
-    exchanged: Sequence[Cost] | None = None,
+    exchanged: Sequence[int] | None = None,
     sums: Sequence[Sequence[Cost]] = (),
 ) -> list[Stage]:
     """Return the stages with their work.
@@ -273,7 +287,7 @@ def fill(
         traffic: The collectives.
         work: Compute of each unit, in the plan's order (:func:`~fsdptool.planning.step_time.unit_costs`).
         sharing: Ranks that share a sequence, and so its work.
-        exchanged: Bytes each unit gathers from them, under ``forward``.
+        exchanged: Bytes each unit gathers from them in forward.
         sums: Seconds each unit waits for its tensor-parallel and for its expert-parallel group.
     """
     return [
@@ -281,7 +295,7 @@ def fill(
             stage,
             forward=work[place].forward / sharing,
             backward=work[place].backward / sharing,
-            exchanged=exchanged[place].forward if exchanged is not None else 0.0,
+            exchanged=exchanged[place] if exchanged is not None else 0,
             summed_forward=sum((waits[place].forward for waits in sums), 0.0),
             summed_backward=sum((waits[place].backward for waits in sums), 0.0),
         )

@@ -11,7 +11,7 @@ from typing import Any, cast
 from fsdptool.errors import PlanError
 from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.options import Declared, Options, declared
-from fsdptool.planning.plan import Progress, chosen_candidate, inputs_of, inspect_model, make_plan
+from fsdptool.planning.plan import Progress, chosen_candidate, inspect_model, make_plan
 from fsdptool.planning.request import read_request
 from fsdptool.records.command_documents import Sweep, SweepRow
 from fsdptool.records.plan import Plan
@@ -114,7 +114,7 @@ def sweep(
 
 def _row(swept: Mapping[str, float], plan: Plan) -> SweepRow:
     candidate = chosen_candidate(plan)
-    inputs = inputs_of(plan)
+    inputs = plan.inputs
     place = candidate.settings.cluster
     (offer,) = describe_offers(
         replace(inputs, clusters=(inputs.clusters[place],)), plan.candidates, (candidate.id,)
@@ -133,6 +133,6 @@ def _row(swept: Mapping[str, float], plan: Plan) -> SweepRow:
         samples_per_second=candidate.samples_per_second,
         tokens_per_second=candidate.tokens_per_second,
         mfu=candidate.mfu,
-        price_per_million_tokens=offer["price_per_million_tokens"],
-        price_per_run=offer["price_per_run"],
+        price_per_million_tokens=offer.price_per_million_tokens,
+        price_per_run=offer.price_per_run,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
-from fsdptool.records.codec import to_json
+from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.schema import Count, Digest, Positive
 
 Severity = Literal["error", "warning", "info"]
@@ -208,20 +208,47 @@ def digest(value: Any) -> str:
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def envelope(
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """A record with the envelope that its document begins with."""
+
+    envelope: Envelope
+    body: T
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document: the envelope's keys, then the record's."""
+        return {**to_json(self.envelope), **to_json(self.body)}
+
+
+def read_answer(record: type[T], document: Mapping[str, Any]) -> Answer[T]:
+    """Return the answer whose document this is.
+
+    Raises:
+        ConfigError: It is not in the record's form.
+    """
+    names = {item.name for item in fields(Envelope)}
+    head = {key: value for key, value in document.items() if key in names}
+    body = {key: value for key, value in document.items() if key not in names}
+    return Answer(from_json(Envelope, head), from_json(record, body))
+
+
+def answer(
     schema: str,
     inputs: Any,
-    body: object,
+    body: T,
     *,
     diagnostics: Iterable[Diagnostic] = (),
     unknowns: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return a complete document: the common head, then ``body``.
+) -> Answer[T]:
+    """Return a record with its envelope.
 
     Args:
         schema: Name of the schema in ``schemas/`` the document validates against.
         inputs: What the document was derived from; only its digest is kept.
-        body: The document's own fields: the record of its format, or plain data in the record's form.
+        body: The record of the document's format, or plain data in the record's form.
         diagnostics: Findings that belong to the document.
         unknowns: What could not be derived, one sentence each.
     """
@@ -234,4 +261,16 @@ def envelope(
         diagnostics=tuple(diagnostics),
         unknowns=tuple(unknowns),
     )
-    return {**to_json(head), **to_json(body)}
+    return Answer(head, body)
+
+
+def envelope(
+    schema: str,
+    inputs: Any,
+    body: object,
+    *,
+    diagnostics: Iterable[Diagnostic] = (),
+    unknowns: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a document; arguments as :func:`answer`."""
+    return answer(schema, inputs, body, diagnostics=diagnostics, unknowns=unknowns).document()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fsdptool.records.advice import Shortfall, Suggestion
 from fsdptool.records.checkpointing import POLICY_PATTERN
@@ -14,9 +14,10 @@ from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthsReplay, SampleLengths
 from fsdptool.records.mesh import TRAINED
+from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.schema import Count, JsonOf, Keywords, Positive
+from fsdptool.records.schema import Count, Keywords, Positive
 from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 
@@ -312,9 +313,6 @@ OWN_LOOP = TrainingLoop("rows")
 """What ``fsdptool train`` does."""
 
 
-PipelineSchedule = Literal["1f1b", "interleaved"]
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """Pipeline parallelism, which is planned but not trained.
@@ -363,7 +361,7 @@ class PlanInputs:
     max_batch: bool = False
     optimal_checkpointing: bool = False
     prefer: Preference = "speed"
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: PlannedModel = field(default_factory=PlannedModel)
     loop: TrainingLoop = TrainingLoop()
     lengths: SampleLengths | None = None
     pipeline: Pipeline = Pipeline()
@@ -421,10 +419,10 @@ class Plan:
     """Id of a candidate."""
     candidates: Annotated[tuple[Candidate, ...], Keywords(minItems=1)] = field(repr=False)
     next_steps: tuple[Suggestion, ...] = field(repr=False)
-    inputs: Annotated[Mapping[str, Any], JsonOf(PlanInputs)] = field(repr=False)
+    inputs: PlanInputs = field(repr=False)
     confidence: Literal["verified", "unverified"]
-    details: Mapping[str, Any] = field(repr=False)
-    """Additional facts (Pareto front, price, MFU), never required to read the verdict."""
+    details: PlanDetails = field(repr=False)
+    """Additional facts (Pareto front, prices), never required to read the verdict."""
     diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
     unknowns: tuple[str, ...] = ()
     shortfall: Shortfall | None = None

@@ -204,6 +204,14 @@ class PhaseMemory:
     predicted_bytes: Count | None
     measured_bytes: Count | None
 
+    @property
+    def error_percent(self) -> float | None:
+        """Predicted over measured bytes, minus one, in percent to one digit; None where one is unknown."""
+        if self.predicted_bytes is None or not self.measured_bytes:
+            return None
+        # Adding zero turns a rounded -0.0 into 0.0.
+        return round(100.0 * (self.predicted_bytes - self.measured_bytes) / self.measured_bytes, 1) + 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class RunView:

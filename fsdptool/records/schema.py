@@ -22,13 +22,6 @@ class Keywords:
         self.keywords = keywords
 
 
-class JsonOf:
-    """Plain data in the form of a record: ``Annotated[Mapping[str, Any], JsonOf(Record)]``."""
-
-    def __init__(self, record: type) -> None:
-        self.record = record
-
-
 Count = Annotated[int, Keywords(minimum=0)]
 Positive = Annotated[int, Keywords(minimum=1)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1.0000001)]
@@ -157,8 +150,6 @@ class _Generator:
         origin = get_origin(hint)
         if origin is Annotated:
             base, *marks = get_args(hint)
-            if isinstance(marks[0], JsonOf):
-                return self._reference(marks[0].record)
             keywords = {key: value for mark in marks for key, value in mark.keywords.items()}
             return {**self._type(base), **keywords}
         if origin in (Union, types.UnionType):

@@ -1,1 +1,1 @@
-"""Reports: documents as console tables, HTML pages, SARIF and GitHub annotations."""
+"""Reports: records as text on the console, as pages, and for code scanning."""

@@ -1,44 +1,41 @@
-"""The curve of a step and the axes of charts, for terminals and pages alike. Reads the document only."""
+"""The curve of a step, for terminals and pages alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from fsdptool.formatting import amount
-from fsdptool.records.trace import ColourGroup, Component
+from fsdptool.records.plan import Candidate, Moment
+from fsdptool.records.trace import ColourGroup
 
 
-def moments(candidate: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def moments(candidate: Candidate) -> list[Moment]:
     """Return the moments of a step for a curve, the peak among them.
 
     The timeline has what is allocated at the end of each event. The peak falls into an event, where more is
     allocated than at its ends, so it goes before the end of the highest event of its name.
     """
-    timeline = list(candidate["timeline"])
-    while timeline and not timeline[0]["allocated_bytes"]:
+    timeline = list(candidate.timeline)
+    while timeline and not timeline[0].allocated_bytes:
         del timeline[0]
-    peak, value = candidate.get("peak"), candidate.get("allocated_peak_bytes")
+    peak, value = candidate.peak, candidate.allocated_peak_bytes
     if peak is None or value is None or not timeline:
         return timeline
-    levels = [moment["allocated_bytes"] for moment in timeline]
+    levels = [moment.allocated_bytes for moment in timeline]
     if value <= max(levels):
         return timeline
-    named = [index for index, moment in enumerate(timeline) if moment["name"] == peak["moment"]]
+    named = [index for index, moment in enumerate(timeline) if moment.name == peak.moment]
     place = max(named or range(len(levels)), key=lambda index: levels[index])
     groups: dict[str, int] = {}
-    if timeline[place].get("groups"):
-        for holding in peak["live"]:
-            group = Component(holding["name"]).group.value
-            groups[group] = groups.get(group, 0) + holding["bytes"]
-    live = {holding["name"]: holding["bytes"] for holding in peak["live"]}
-    moment = {"name": peak["moment"], "allocated_bytes": value, "groups": groups, "components": live}
+    if timeline[place].groups:
+        for holding in peak.live:
+            group = holding.name.group.value
+            groups[group] = groups.get(group, 0) + holding.bytes
+    live = {holding.name.value: holding.bytes for holding in peak.live}
+    moment = Moment(peak.moment, value, groups=groups, components=live)
     return [*timeline[:place], moment, *timeline[place:]]
 
 
-def curve(candidate: Mapping[str, Any], width: int) -> tuple[list[tuple[str, list[int]]], int]:
+def curve(candidate: Candidate, width: int) -> tuple[list[tuple[str, list[int]]], int]:
     """Return the levels of each group of components over the step in ``width`` columns, and their top.
 
     A column is the moment of its share of the events at which most is allocated.
@@ -48,59 +45,10 @@ def curve(candidate: Mapping[str, Any], width: int) -> tuple[list[tuple[str, lis
         return [], 0
     edges = [index * len(timeline) // width for index in range(width + 1)] if len(timeline) > width else None
     shares = [timeline[a:b] for a, b in pairwise(edges)] if edges else [[moment] for moment in timeline]
-    columns = [max(share, key=lambda moment: moment["allocated_bytes"]) for share in shares]
-    rows = [("all", [moment["allocated_bytes"] for moment in columns])]
+    columns = [max(share, key=lambda moment: moment.allocated_bytes) for share in shares]
+    rows = [("all", [moment.allocated_bytes for moment in columns])]
     for group in ColourGroup:
-        levels = [(moment.get("groups") or {}).get(group.value, 0) for moment in columns]
+        levels = [moment.groups.get(group.value, 0) for moment in columns]
         if any(levels):
             rows.append((group.legend, levels))
     return rows, max(rows[0][1])
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The area of a chart, in units of its picture.
-
-    Attributes:
-        width: Width of the picture.
-        left: Where the area begins, right of the labels of the vertical axis.
-        right: Where it ends.
-        top: Its upper edge.
-        bottom: Its lower edge.
-        highest: The value at the upper edge; 0 is at the lower one.
-    """
-
-    width: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-    highest: float
-
-    def y(self, value: float) -> float:
-        """Return the height of a value."""
-        return self.bottom - value / self.highest * (self.bottom - self.top)
-
-    def x(self, share: float) -> float:
-        """Return the place of a share of the horizontal axis."""
-        return self.left + share * (self.right - self.left)
-
-
-def byte_ticks(top: float) -> list[tuple[float, str]]:
-    """Return round byte counts from 0 up to ``top``, about five of them, with their names."""
-    unit = next((size for size in (2**40, 2**30, 2**20, 2**10) if top >= size), 1)
-    return [
-        (value * unit, amount(int(value * unit)).replace(".0 ", " ").replace(".00 ", " "))
-        for value in _ticks(top / unit)
-    ]
-
-
-def number_ticks(top: float) -> list[tuple[float, str]]:
-    """Return round numbers from 0 up to ``top``, about five of them, with their names."""
-    return [(value, f"{value / 1000:g} k" if value >= 10_000 else f"{value:g}") for value in _ticks(top)]
-
-
-def _ticks(top: float) -> list[float]:
-    steps = (base * 10.0**power for power in range(-9, 13) for base in (1, 2, 5))
-    step = next((step for step in steps if top / step <= 6), top or 1.0)
-    return [index * step for index in range(int(top / step + 1e-9) + 1)]

@@ -1,31 +1,22 @@
-"""The words of a plan, shared by the console and the HTML page. Reads the document, decides nothing."""
+"""The words of a plan, shared by the console and the HTML page. Decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from fsdptool.formatting import amount
-from fsdptool.records.advice import ShortfallKind, SuggestionKind
+from fsdptool.records.advice import ShortfallKind, Suggestion, SuggestionKind
+from fsdptool.records.command_documents import SweepRow
 from fsdptool.records.mesh import PLANNED
-from fsdptool.records.plan import RejectionKind
+from fsdptool.records.plan import Candidate, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
+from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
+from fsdptool.records.recipe import Lora
+from fsdptool.records.run import RunPhase
 
 VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "unknown": "unknown"}
 MARKS = {"exact": "exact", "estimated": "estimate", "unknown": "unknown"}
-REJECTIONS = {
-    RejectionKind.DEVICE_MEMORY: "device memory",
-    RejectionKind.HOST_MEMORY: "host memory",
-    RejectionKind.UNKNOWN_ACTIVATIONS: "unknown activations",
-    RejectionKind.UNKNOWN_HOST_MEMORY: "unknown host memory",
-    RejectionKind.HEADROOM: "headroom",
-    RejectionKind.SPEED: "speed",
-    RejectionKind.PRICE: "price",
-    RejectionKind.MEMORY_FOR_SPEED: "memory for speed",
-    RejectionKind.CPU_OFFLOAD: "CPU offload",
-    RejectionKind.INDIVISIBLE: "indivisible",
-    RejectionKind.UNSUPPORTED: "unsupported",
-    RejectionKind.MORE_CHANGES: "more changes",
-}
+REJECTIONS = {kind: kind.replace("_", " ") for kind in RejectionKind}
+REJECTIONS[RejectionKind.CPU_OFFLOAD] = "CPU offload"
 """What each kind of rejection is called."""
 FITS = {True: "fits", False: "does not fit", None: "unknown"}
 """Whether a suggestion fits."""
@@ -54,46 +45,48 @@ def rate(value: float | None) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def reason(candidate: Mapping[str, Any]) -> str:
+def share(size: int | None, total: int) -> str:
+    """Return a share of the total in percent; empty if either is unknown."""
+    return f"{size / total:.1%}" if total and size is not None else ""
+
+
+def reason(candidate: Candidate) -> str:
     """Return why a candidate was not chosen: the kind and the detail; empty where it may be chosen."""
-    rejection = candidate["rejected_by"]
-    return f"{REJECTIONS[rejection['kind']]}: {rejection['detail']}" if rejection else ""
+    rejection = candidate.rejected_by
+    return f"{REJECTIONS[rejection.kind]}: {rejection.detail}" if rejection else ""
 
 
-def find(document: Mapping[str, Any], id: str | None) -> Mapping[str, Any] | None:
+def find(plan: Plan, id: str | None) -> Candidate | None:
     """Return the candidate called ``id``, or None."""
-    return next((item for item in document["candidates"] if item["id"] == id), None)
+    return next((item for item in plan.candidates if item.id == id), None)
 
 
-def shown(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def shown(plan: Plan) -> Candidate:
     """Return the candidate an answer is about: the chosen one, else the requested one."""
-    first: Mapping[str, Any] = document["candidates"][0]
-    return find(document, document["chosen"]) or first
+    return find(plan, plan.chosen) or plan.candidates[0]
 
 
-def start_of_changes(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def start_of_changes(plan: Plan) -> Candidate:
     """Return the candidate that the suggestions change; plans of earlier versions do not tell it."""
-    return find(document, document["details"].get("changes_from")) or shown(document)
+    return find(plan, plan.details.changes_from) or shown(plan)
 
 
-def mesh(settings: Mapping[str, Any]) -> str:
+def mesh(settings: SearchPoint | MeshAlternative) -> str:
     """Return the mesh in words."""
-    sizes = [(item, settings.get(item.name, 1)) for item in PLANNED]  # earlier plans lack some of them
+    sizes = [(item, getattr(settings, item.name)) for item in PLANNED]
     return " x ".join(f"{item.word} {size}" for item, size in sizes if size > 1 or item.name == "dp_shard")
 
 
-def is_plain(settings: Mapping[str, Any]) -> bool:
+def is_plain(settings: SearchPoint) -> bool:
     """Whether the mesh is sharding over all ranks and nothing else."""
-    return all(settings.get(item.name, 1) == 1 for item in PLANNED if item.name != "dp_shard")
+    return all(getattr(settings, item.name) == 1 for item in PLANNED if item.name != "dp_shard")
 
 
-def wrapping(settings: Mapping[str, Any], detected: Sequence[str] = ()) -> str:
+def wrapping(settings: SearchPoint, detected: Sequence[str] = ()) -> str:
     """Return the wrap choice in words; ``detected`` are the classes where the settings name none."""
-    if settings["wrap_policy"] == "none":
-        return "root only"
-    if settings["wrap_policy"] == "size":
-        return "by size"
-    return ", ".join(settings["wrap_classes"] or detected) or "detected classes"
+    if settings.wrap_policy != "transformer":
+        return "root only" if settings.wrap_policy == "none" else "by size"
+    return ", ".join(settings.wrap_classes or detected) or "detected classes"
 
 
 def resharding(value: bool | int) -> str:
@@ -118,123 +111,123 @@ PHASES = {
 """What happens in each phase of a run."""
 
 
-def phases(candidate: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+def phases(candidate: Candidate) -> list[tuple[str, str, str, str, str]]:
     """Return a row per phase of the run: name, what happens, device, host, basis."""
     rows = []
-    for item in candidate.get("phases") or ():
-        host, first = item["host_bytes_per_rank"], item["host_bytes_rank_0"]
+    for item in candidate.phases:
+        host, first = item.host_bytes_per_rank, item.host_bytes_rank_0
         parts = [amount(host)] if host else []
         parts += (
-            [f"{amount(first)} on rank 0" if item["name"] != "export" else amount(first)] if first else []
+            [f"{amount(first)} on rank 0" if item.name is not RunPhase.EXPORT else amount(first)]
+            if first
+            else []
         )
-        device = "none" if item["allocated_bytes"] == 0 else amount(item["allocated_bytes"])
-        name = item["name"]
-        rows.append((name, PHASES.get(name, ""), device, " + ".join(parts) or "none", MARKS[item["basis"]]))
+        device = "none" if item.allocated_bytes == 0 else amount(item.allocated_bytes)
+        rows.append(
+            (item.name.value, PHASES[item.name], device, " + ".join(parts) or "none", MARKS[item.basis])
+        )
     return rows
 
 
-def batch(settings: Mapping[str, Any]) -> str:
+def batch(settings: SearchPoint) -> str:
     """Return the batch's sizes: per forward, forwards per step, total."""
-    ranks = settings["dp_replicate"] * settings["dp_shard"]
-    whole = settings["micro_batch"] * settings["accumulation"] * ranks
-    return f"{settings['micro_batch']} x {settings['accumulation']} x {ranks} ranks = {whole}"
+    return (
+        f"{settings.micro_batch} x {settings.accumulation} x {settings.data_parallel} ranks"
+        f" = {settings.global_batch}"
+    )
 
 
-def configuration(document: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+def configuration(plan: Plan, settings: SearchPoint) -> list[tuple[str, str]]:
     """Return a candidate's configuration as pairs for a table."""
-    detected = document["details"].get("wrap_classes", ())
     return [
         ("batch", batch(settings)),
         ("mesh", mesh(settings)),
-        ("layout", settings["layout"]),
-        ("wrap", wrapping(settings, detected)),
-        ("reshard after forward", resharding(settings["reshard_after_forward"])),
-        ("activation checkpointing", settings["checkpointing"].replace("_", " ")),
-        ("prefetch", _units(settings["prefetch"])),
-        ("CPU offload", "yes" if settings["cpu_offload"] else "no"),
-        ("reduce dtype", settings["reduce_dtype"] or "the parameters' dtype"),
-        ("accumulated gradients", settings["gradients"]),
-        ("optimizer kernel", settings["optimizer_implementation"]),
+        ("layout", settings.layout),
+        ("wrap", wrapping(settings, plan.details.wrap_classes)),
+        ("reshard after forward", resharding(settings.reshard_after_forward)),
+        ("activation checkpointing", settings.checkpointing.replace("_", " ")),
+        ("prefetch", _units(settings.prefetch)),
+        ("CPU offload", "yes" if settings.cpu_offload else "no"),
+        ("reduce dtype", settings.reduce_dtype or "the parameters' dtype"),
+        ("accumulated gradients", settings.gradients),
+        ("optimizer kernel", settings.optimizer_implementation),
     ]
 
 
-def brief(settings: Mapping[str, Any]) -> str:
+def brief(settings: SearchPoint) -> str:
     """Return a configuration in a few words: what differs between candidates."""
     words = [
-        f"micro-batch {settings['micro_batch']}",
-        f"checkpointing {settings['checkpointing'].replace('_', ' ')}",
-        f"reshard {resharding(settings['reshard_after_forward'])}",
+        f"micro-batch {settings.micro_batch}",
+        f"checkpointing {settings.checkpointing.replace('_', ' ')}",
+        f"reshard {resharding(settings.reshard_after_forward)}",
     ]
     if not is_plain(settings):
         words.append(mesh(settings))
-    if settings.get("sequence_parallel"):
+    if settings.sequence_parallel:
         words.append("sequence parallel")
-    if settings["prefetch"] > 1:
-        words.append(f"prefetch {settings['prefetch']}")
-    if settings["cpu_offload"]:
+    if settings.prefetch > 1:
+        words.append(f"prefetch {settings.prefetch}")
+    if settings.cpu_offload:
         words.append("offload")
-    if settings["gradients"] == "unsharded" and settings["accumulation"] > 1:
+    if settings.gradients == "unsharded" and settings.accumulation > 1:
         words.append("unsharded gradients")
-    if settings["wrap_policy"] != "transformer" or settings["wrap_classes"]:
+    if settings.wrap_policy != "transformer" or settings.wrap_classes:
         words.append(f"wrap {wrapping(settings)}")
-    if settings["optimizer_implementation"] not in ("auto", "fused"):
-        words.append(settings["optimizer_implementation"])
+    if settings.optimizer_implementation not in ("auto", "fused"):
+        words.append(settings.optimizer_implementation)
     return ", ".join(words)
 
 
-def reserved_range(document: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
+def reserved_range(plan: Plan, candidate: Candidate) -> str:
     """Return the range of reserved memory and what it rests on, to follow the figure; empty if unknown."""
-    ends = candidate.get("reserved_range_bytes")
+    ends = candidate.reserved_range_bytes
     if ends is None:
         return ""
-    rows = document["inputs"]["machines"][candidate["settings"]["cluster"]].get("slack_rows", 0)
+    rows = plan.inputs.machines[candidate.settings.cluster].slack_rows
     return f" ({amount(ends[0])} to {amount(ends[1])}, by {rows} published runs)"
 
 
-def time_range(candidate: Mapping[str, Any]) -> str:
+def time_range(candidate: Candidate) -> str:
     """Return the range of step time and throughput, to follow their estimates; empty if unknown."""
-    seconds, tokens = candidate.get("step_seconds_range"), candidate.get("tokens_per_second_range")
+    seconds, tokens = candidate.step_seconds_range, candidate.tokens_per_second_range
     if seconds is None:
         return ""
     text = f"; P10 to P90: {duration(seconds[0])} to {duration(seconds[1])}"
     return text + (f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else "")
 
 
-def speed(candidate: Mapping[str, Any]) -> str:
+def speed(candidate: Candidate | Suggestion | SweepRow | TriedSettings) -> str:
     """Return throughput in the unit people use for the model."""
-    if candidate["tokens_per_second"] is not None:
-        return f"{rate(candidate['tokens_per_second'])} tokens/s"
-    if candidate.get("samples_per_second") is not None:
-        return f"{rate(candidate['samples_per_second'])} samples/s"
+    if candidate.tokens_per_second is not None:
+        return f"{rate(candidate.tokens_per_second)} tokens/s"
+    if candidate.samples_per_second is not None:
+        return f"{rate(candidate.samples_per_second)} samples/s"
     return "unknown"
 
 
-def headline(document: Mapping[str, Any]) -> str:
+def headline(plan: Plan) -> str:
     """Return the verdict in one line."""
-    model, details = document["inputs"]["model"], document["details"]
-    candidate = shown(document)
-    where = details["clusters"][candidate["settings"]["cluster"]]
-    size = assumed_size(document)
+    where = plan.details.clusters[shown(plan).settings.cluster]
+    size = assumed_size(plan.sample)
     at = f", at {size} (assumed)" if size else ""
-    return f"{model['reference']} on {where}: {VERDICTS[document['verdict']]}{at}"
+    return f"{plan.inputs.model.reference} on {where}: {VERDICTS[plan.verdict]}{at}"
 
 
-def assumed_size(document: Mapping[str, Any]) -> str:
+def assumed_size(sample: SampleSize) -> str:
     """Return the sizes of a sample that nobody gave; empty where all are given."""
-    sample = document.get("sample") or {}
-    assumed = sample.get("assumed") or ()
+    assumed = sample.assumed
     if not assumed:
-        shapes = (sample.get("tensors") or {}).items()
+        shapes = sample.tensors.items()
         return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in shapes)
-    words = [f"{sample['sequence_length']} tokens"] if "sequence_length" in assumed else []
+    words = [f"{sample.sequence_length} tokens"] if "sequence_length" in assumed else []
     if "height" in assumed or "width" in assumed:
-        words.append(f"{sample['width']} x {sample['height']} pixels")
+        words.append(f"{sample.width} x {sample.height} pixels")
     if "frames" in assumed:
-        words.append(f"{sample['frames']} frames")
+        words.append(f"{sample.frames} frames")
     return ", ".join(words)
 
 
-NOT_PLANNED = {
+NOT_PLANNED: Mapping[NotPlanned, str] = {
     "autocast": "fp32 copies of what autocast runs in fp32 (layer normalization, softmax)",
     "outputs": "logits that a script holds during backward with the model's outputs (--loss kept)",
     "fused_loss": "fused losses such as Liger's, which hold less (--loss chunked)",
@@ -246,51 +239,49 @@ NOT_PLANNED = {
 """What a plan of another program's loop leaves out."""
 
 
-def loop(document: Mapping[str, Any]) -> list[str]:
+def loop(plan: Plan) -> list[str]:
     """Return whose training loop is planned, if not fsdptool's own, and what is left out, in lines."""
-    planned = document["inputs"].get("loop") or {}
-    program = planned.get("program", "fsdptool")
-    left_out = [name for name in planned.get("not_planned") or () if name in NOT_PLANNED]
-    if program == "fsdptool":
-        if "encoders" in left_out:
+    planned = plan.inputs.loop
+    if planned.program == "fsdptool":
+        if "encoders" in planned.not_planned:
             return ["not included: text encoders and VAE; fsdptool precompute runs them before training"]
         return []
-    settings = shown(document)["settings"]
-    chunk = document["inputs"]["recipe"].get("objective", {}).get("options", {}).get("chunk")
-    parts = [f"{settings['layout']} layout", f"{settings['gradients']} gradients between micro-batches"]
-    if planned.get("own_loss"):
+    settings = shown(plan).settings
+    chunk = plan.inputs.recipe.objective.options.get("chunk")
+    parts = [f"{settings.layout} layout", f"{settings.gradients} gradients between micro-batches"]
+    if planned.own_loss:
         parts.append("the model's own loss")
-    elif planned.get("loss_in_forward"):
+    elif planned.loss_in_forward:
         logits = "whole logits" if chunk == 0 else "logits in chunks"
         parts.append(f"loss in the model's forward, over {logits}")
     elif chunk == 0:
         parts.append("loss after the forward, over whole logits")
-    lines = [f"training loop of {program}: {', '.join(parts)}"]
-    if left_out:
-        lines.append(f"not included: {'; '.join(NOT_PLANNED[name] for name in left_out)}")
+    lines = [f"training loop of {planned.program}: {', '.join(parts)}"]
+    if planned.not_planned:
+        lines.append(f"not included: {'; '.join(NOT_PLANNED[name] for name in planned.not_planned)}")
     return lines
 
 
-def unread(document: Mapping[str, Any]) -> list[str]:
+def unread(plan: Plan) -> list[str]:
     """Return the keys of the configuration file that change memory and were not read, in a line."""
-    keys = document.get("unread")
-    if not keys:
+    keys = plan.unread
+    if keys is None:
         return []
-    named = ", ".join(keys["keys"])
-    advice = f"; give them as options: {', '.join(keys['options'])}" if keys.get("options") else ""
-    return [f"not read from {keys['file']}: {named}{advice}"]
+    named = ", ".join(keys.keys)
+    advice = f"; give them as options: {', '.join(keys.options)}" if keys.options else ""
+    return [f"not read from {keys.file}: {named}{advice}"]
 
 
-def shortfall(document: Mapping[str, Any]) -> list[str]:
+def shortfall(plan: Plan) -> list[str]:
     """Return why nothing fits, in lines; none where something does."""
-    cause = document.get("shortfall")
+    cause = plan.shortfall
     if cause is None:
         return []
-    needed, available = amount(cause["needed_bytes"]), amount(cause["available_bytes"])
-    size, kind, unit = amount(cause["bytes"]), cause["kind"], cause["unit"]
+    needed, available = amount(cause.needed_bytes), amount(cause.available_bytes)
+    size, kind, unit = amount(cause.bytes), cause.kind, cause.unit
     if kind == ShortfallKind.HOST_MEMORY:
         return [f"cause: each node needs at least {needed} of host memory and has {available}"]
-    share = f"{size} of the {needed} that the leanest candidate ({cause['candidate']}) needs"
+    share = f"{size} of the {needed} that the leanest candidate ({cause.candidate}) needs"
     if kind == ShortfallKind.STATES:
         lines = [f"cause: parameters, gradients and optimizer take {share}; {available} are usable"]
     elif kind == ShortfallKind.ACTIVATIONS:
@@ -298,13 +289,13 @@ def shortfall(document: Mapping[str, Any]) -> list[str]:
     else:
         lines = [f"cause: gathered FSDP units take {share}; {available} are usable"]
     if unit is not None:
-        padding = f", of which {amount(unit['padding_bytes'])} are padding" if unit["padding_bytes"] else ""
+        padding = f", of which {amount(unit.padding_bytes)} are padding" if unit.padding_bytes else ""
         lines.append(
-            f"the largest unit, {unit['id']} ({unit['class_name']}), takes {amount(unit['bytes'])} when it is"
-            f" gathered{padding}; its largest parameter, {unit['parameter']}, takes"
-            f" {amount(unit['parameter_bytes'])}"
+            f"the largest unit, {unit.id} ({unit.class_name}), takes {amount(unit.bytes)} when it is"
+            f" gathered{padding}; its largest parameter, {unit.parameter}, takes"
+            f" {amount(unit.parameter_bytes)}"
         )
-    if not cause["more_gpus_help"]:
+    if not cause.more_gpus_help:
         reasons = {
             ShortfallKind.STATES: "the rest does not shrink with the number of GPUs",
             ShortfallKind.GATHERED_UNITS: "every GPU gathers whole units",
@@ -321,7 +312,7 @@ def money(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
-def offers(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def offers(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the heads and rows of a table of offers; columns that no offer knows are left out."""
     heads = (
         "offer",
@@ -333,99 +324,94 @@ def offers(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
         "run",
         "price of run",
     )
-    rows = []
-    for offer in document["details"].get("offers", ()):
-        candidate = find(document, offer["candidate"])
+    rows: list[tuple[str, ...]] = []
+    for offer in plan.details.offers:
+        candidate = find(plan, offer.candidate)
         if candidate is None:
-            rows.append((offer["name"], offer["cluster"], "does not fit", *[""] * 5))
+            rows.append((offer.name, offer.cluster, "does not fit", *[""] * 5))
             continue
-        name = offer["name"] + (" (chosen)" if offer["candidate"] == document["chosen"] else "")
-        run = offer["run_seconds"]
+        name = offer.name + (" (chosen)" if offer.candidate == plan.chosen else "")
+        run, prices = offer.run_seconds, (offer.price_per_hour, offer.price_per_million_tokens)
         rows.append(
             (
                 name,
-                offer["cluster"],
-                amount(candidate["device_total_bytes"]),
+                offer.cluster,
+                amount(candidate.device_total_bytes),
                 speed(candidate),
-                *(
-                    "" if offer[key] is None else money(offer[key])
-                    for key in ("price_per_hour", "price_per_million_tokens")
-                ),
+                *("" if price is None else money(price) for price in prices),
                 "" if run is None else duration(run),
-                "" if offer["price_per_run"] is None else money(offer["price_per_run"]),
+                "" if offer.price_per_run is None else money(offer.price_per_run),
             )
         )
     known = [index for index in range(len(heads)) if index < 4 or any(row[index] for row in rows)]
     return tuple(heads[i] for i in known), [tuple(row[i] for i in known) for row in rows]
 
 
-def duration_of_run(document: Mapping[str, Any]) -> str:
+def duration_of_run(plan: Plan) -> str:
     """Return the duration of the whole run, and its price where hours have one; empty where unknown."""
-    offers = document["details"].get("offers", ())
-    place = shown(document)["settings"]["cluster"]
-    if place >= len(offers) or offers[place]["run_seconds"] is None:
+    offers = plan.details.offers
+    place = shown(plan).settings.cluster
+    if place >= len(offers) or offers[place].run_seconds is None:
         return ""
     offer = offers[place]
-    price = f", price {money(offer['price_per_run'])}" if offer["price_per_run"] is not None else ""
-    return f"the whole run takes {duration(offer['run_seconds'])}{price} (estimate)"
+    price = f", price {money(offer.price_per_run)}" if offer.price_per_run is not None else ""
+    return f"the whole run takes {duration(offer.run_seconds)}{price} (estimate)"
 
 
-def spare_memory(document: Mapping[str, Any]) -> list[str]:
+def spare_memory(plan: Plan) -> list[str]:
     """Return what the memory that the chosen configuration leaves free would buy, in lines."""
     return [
-        f"spare memory: {step['change']} needs {amount(step['device_total_bytes'])} and gives {speed(step)}"
-        f" instead of {speed(shown(document))} (estimate)"
-        for step in document["next_steps"]
-        if step["kind"] == SuggestionKind.LARGER_BATCH
+        f"spare memory: {step.change} needs {amount(step.device_total_bytes)} and gives {speed(step)}"
+        f" instead of {speed(shown(plan))} (estimate)"
+        for step in plan.next_steps
+        if step.kind == SuggestionKind.LARGER_BATCH
     ]
 
 
 _SWITCHES = {"use_dora": "DoRA", "use_rslora": "rsLoRA", "lora_bias": "biases of its own"}
 
 
-def lora_words(lora: Mapping[str, Any]) -> str:
+def lora_words(lora: Lora) -> str:
     """Return the settings of LoRA that decide what is trained, in one line."""
-    words = [f"rank {lora['rank']}, alpha {lora['alpha']:g}"]
-    words += [text for name, text in _SWITCHES.items() if lora[name]]
-    if lora["rank_pattern"]:
-        words.append(f"other ranks for {', '.join(lora['rank_pattern'])}")
-    targets = [lora["targets"]] if isinstance(lora["targets"], str) else lora["targets"] or []
-    if named := ", ".join([*targets, *lora["target_parameters"]]):
+    words = [f"rank {lora.rank}, alpha {lora.alpha:g}"]
+    words += [text for name, text in _SWITCHES.items() if getattr(lora, name)]
+    if lora.rank_pattern:
+        words.append(f"other ranks for {', '.join(lora.rank_pattern)}")
+    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets or []
+    if named := ", ".join([*targets, *lora.target_parameters]):
         words.append(f"on {named}")
-    if lora["layers_to_transform"] is not None:
-        words.append(f"in blocks {', '.join(map(str, lora['layers_to_transform']))}")
-    if lora["modules_to_save"]:
-        words.append(f"trained whole: {', '.join(lora['modules_to_save'])}")
-    rows = lora["trainable_token_indices"]
+    if lora.layers_to_transform is not None:
+        words.append(f"in blocks {', '.join(map(str, lora.layers_to_transform))}")
+    if lora.modules_to_save:
+        words.append(f"trained whole: {', '.join(lora.modules_to_save)}")
+    rows = lora.trainable_token_indices
     tables = rows.items() if isinstance(rows, Mapping) else [("the input embedding", rows)] if rows else []
     words += [f"{len(indices)} rows of {table}" for table, indices in tables]
-    if lora["bias"] != "none":
-        words.append(f"trained biases: {lora['bias']}")
+    if lora.bias != "none":
+        words.append(f"trained biases: {lora.bias}")
     return "; ".join(words)
 
 
-def dtypes(document: Mapping[str, Any]) -> str:
-    """Return what parameters are stored and computed in; empty where the document does not say it."""
-    known = document["details"].get("dtypes") or {}
+def dtypes(plan: Plan) -> str:
+    """Return what parameters are stored and computed in; empty where the plan does not say it."""
+    known = plan.details.dtypes
     parts = [
-        f"{kind} parameters in {' and '.join(known[kind])}" for kind in ("frozen", "trained") if kind in known
+        f"{kind} parameters in {' and '.join(names)}"
+        for kind, names in (("frozen", known.frozen), ("trained", known.trained))
+        if names
     ]
     if not parts:
         return ""
-    computed = f"; computed in {known['compute'][0]}" if "compute" in known else ""
+    computed = f"; computed in {known.compute[0]}" if known.compute else ""
     return f"stored: {', '.join(parts)}{computed}"
 
 
-def need(candidate: Mapping[str, Any]) -> str:
+def need(candidate: Candidate) -> str:
     """Return need against what there is, and the slack."""
-    total, usable, slack = (
-        candidate["device_total_bytes"],
-        candidate["usable_bytes"],
-        candidate["slack_bytes"],
-    )
+    total, usable, slack = (candidate.device_total_bytes, candidate.usable_bytes, candidate.slack_bytes)
     if total is None:
-        rejection = candidate["rejected_by"]
-        return "the memory of a rank is unknown: " + (rejection["detail"] if rejection else "see below")
+        rejection = candidate.rejected_by
+        return "the memory of a rank is unknown: " + (rejection.detail if rejection else "see below")
     if usable is None or slack is None:
         return f"each rank needs {amount(total)}; the usable memory is unknown"
     free = f"{amount(slack)} ({slack / usable:.0%}) free" if slack >= 0 else f"{amount(-slack)} too much"
@@ -434,3 +420,47 @@ def need(candidate: Mapping[str, Any]) -> str:
 
 def _units(value: int) -> str:
     return "1 unit" if value == 1 else f"{value} units"
+
+
+_GROUP_NAMES = {**{item.name: item.title for item in PLANNED}, "experts_shard": "sharding of the experts"}
+_SHOWN_MESHES = 3
+"""Other meshes that are listed."""
+
+
+def mesh_lines(plan: Plan) -> Iterator[str]:
+    """Yield why the chosen mesh won: its groups and nodes, what it waits for, and the next best meshes."""
+    choice = plan.details.mesh
+    if choice is None:
+        return
+    step = shown(plan).step_seconds
+    inside = [_group(item) for item in choice.groups if item.nodes == 1]
+    across = [_group(item, nodes=True) for item in choice.groups if item.nodes > 1]
+    places = [f"inside a node: {', '.join(inside)}"] if inside else []
+    places += [f"between nodes: {', '.join(across)}"] if across else []
+    yield f"mesh: {'; '.join(places)}; {_waits(choice.waits, step)}"
+    for other in choice.alternatives[:_SHOWN_MESHES]:
+        verdict = "does not fit with the headroom"
+        if other.fits and other.relative_speed:
+            change = 1 / other.relative_speed - 1
+            verdict = (
+                f"{change:.0%} slower" if change >= 0 else f"{-change:.0%} faster, but needs more memory"
+            )
+            verdict += f", {_waits(other.waits, step / other.relative_speed if step else None)}"
+        yield f"  {mesh(other)}: {verdict}"
+
+
+def _group(item: MeshGroup, *, nodes: bool = False) -> str:
+    over = f" on {item.nodes} nodes" if nodes else ""
+    return f"{_GROUP_NAMES[item.dimension]} ({item.ranks} ranks{over})"
+
+
+def _waits(waits: CommunicationWaits, step: float | None) -> str:
+    parts = [
+        f"{seconds / step:.0%} of the step waits for {what}"
+        for seconds, what in (
+            (waits.group, "sums and all-to-alls"),
+            (waits.sharding, "gathers and reductions"),
+        )
+        if step and seconds / step >= 0.005
+    ]
+    return " and ".join(parts) if parts else "no communication is exposed"

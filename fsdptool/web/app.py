@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fsdptool.config.command_lines import ALLOWED
 from fsdptool.errors import FsdptoolError, unusable_name
-from fsdptool.report.html_style import STYLE
-from fsdptool.report.run_page import RUN_STYLE
+from fsdptool.report.page.run import RUN_STYLE
+from fsdptool.report.page.style import STYLE
 from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.page import Page, Services, error_page, render

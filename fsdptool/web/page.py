@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from fsdptool.errors import ExitCode, FsdptoolError, unusable_name
 from fsdptool.formatting import amount, printable, printable_lines
-from fsdptool.report.html_page import breaking
+from fsdptool.report.page.parts import breaking
 from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots

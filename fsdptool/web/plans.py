@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlencode
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.planning.options import declared
 from fsdptool.planning.search_point import point_flags
+from fsdptool.records.advice import Suggestion
 from fsdptool.records.cluster import EXPANDABLE
-from fsdptool.records.codec import from_json
+from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.mesh import GROUPS
 from fsdptool.records.plan import SearchPoint
 from fsdptool.web import references
@@ -50,6 +51,7 @@ _SUGGESTED: Mapping[str, tuple[str, ...]] = {
     "checkpointing": ("none", "selective", "every_2", "full", "optimal"),
     "reshard": ("true", "false"),
 }
+_SETTINGS = frozenset(item.name for item in fields(SearchPoint))
 _START = {"gpus": "8", "sequence_length": "4096"}
 """What a form begins with."""
 
@@ -149,13 +151,8 @@ def submit(shared: Services, question: Question, *, group: str | None) -> Job:
     )
 
 
-def point_values(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters of an address that ask for one configuration.
-
-    Args:
-        settings: A search point as plain data, or a part of one that changes ``base``.
-    """
-    point = from_json(SearchPoint, dict(settings))
+def point_values(point: SearchPoint) -> dict[str, str]:
+    """Return the parameters of an address that ask for one configuration."""
     values = {}
     for name, (flag, *rest) in point_flags(point).items():
         if name == "wrap":
@@ -166,22 +163,22 @@ def point_values(settings: Mapping[str, Any]) -> dict[str, str]:
     return values
 
 
-def changed_values(base: Mapping[str, Any], suggestion: Mapping[str, Any]) -> dict[str, str] | None:
+def changed_values(base: SearchPoint, suggestion: Suggestion) -> dict[str, str] | None:
     """Return the parameters of a configuration with a suggestion; None where options cannot say it.
 
     Args:
         base: Settings of the candidate that the suggestion starts from.
         suggestion: One of ``next_steps``.
     """
-    changes = {**suggestion["settings"], **(suggestion.get("hardware") or {})}
-    options = {name: str(value) for name, value in changes.items() if name not in base}
-    variables = dict(suggestion["environment"])
+    changes = {**suggestion.settings, **suggestion.hardware}
+    options = {name: str(value) for name, value in changes.items() if name not in _SETTINGS}
+    variables = dict(suggestion.environment)
     if variables == EXPANDABLE:
         variables, options["expandable_segments"] = {}, "yes"
     if not (changes or options) or variables or not set(options) <= set(declared()):
         return None
-    point = {**base, **{name: value for name, value in changes.items() if name in base}}
-    return {**point_values(point), **options}
+    point = {**to_json(base), **{name: value for name, value in changes.items() if name in _SETTINGS}}
+    return {**point_values(from_json(SearchPoint, point)), **options}
 
 
 def address(values: Mapping[str, str], **more: str) -> str:

@@ -18,11 +18,11 @@ from fsdptool.formatting import printable_lines
 from fsdptool.launch.machine import registry_folders
 from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_state import read_log_lines
-from fsdptool.records.codec import to_json
+from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.records.run import RunView
-from fsdptool.report.diagnosis import divergence_lines
-from fsdptool.report.run_page import run_parts
-from fsdptool.report.train import memory_text
+from fsdptool.report.console.diagnosis import divergence_lines
+from fsdptool.report.console.train import memory_text
+from fsdptool.report.page.run import run_parts
 from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY, read_start
 from fsdptool.runs.history import History, StepReader, read_history, read_rank_memory
@@ -137,15 +137,14 @@ def run_values(roots: Roots, folder: Path, queue: Queue, view: RunView, history:
         view: The run as it stands.
         history: Its course.
     """
-    document = to_json(view)
     entry, problem = None, None
     try:
         entry = queue.latest(folder)
     except FsdptoolError as error:
         problem = error
     values = {
-        "run": document,
-        "parts": run_parts(document, history),
+        "run": view,
+        "parts": run_parts(view, history),
         "entry": entry,
         "problem_of_queue": problem,
         "log": printed(queue, entry.id) if entry is not None else "",
@@ -154,7 +153,7 @@ def run_values(roots: Roots, folder: Path, queue: Queue, view: RunView, history:
     }
     with roots.confine():
         return values | {
-            "diagnosis": _diagnosis(folder, view),
+            **_failure(folder, view),
             "rank_memory": _rank_memory(folder, view),
             "checkpoints": _checkpoints(folder),
             "samples": _samples(folder),
@@ -166,19 +165,19 @@ def printed(queue: Queue, entry: int) -> str:
     return printable_lines("\n".join(read_log_lines(queue.log_path(entry))[-_LOG_LINES:]))
 
 
-def _diagnosis(folder: Path, view: RunView) -> dict[str, Any] | None:
-    """Return why a run failed, as far as its logs and events tell; None for other runs."""
-    if view.state not in _ENDED_BADLY:
-        return None
-    try:
-        document: dict[str, Any] = to_json(diagnose(folder))
-    except (FsdptoolError, OSError):
-        return None
-    account = document.get("memory")
-    divergence = document["divergence"]
-    document["divergence_lines"] = divergence_lines(divergence) if divergence is not None else []
-    document["memory_text"] = printable_lines(memory_text(account)) if account else ""
-    return document
+def _failure(folder: Path, view: RunView) -> dict[str, Any]:
+    """Return why a run failed, as far as its logs and events tell; ``diagnosis`` is None for other runs."""
+    diagnosis: FailureDiagnosis | None = None
+    if view.state in _ENDED_BADLY:
+        with contextlib.suppress(FsdptoolError, OSError):
+            diagnosis = diagnose(folder)
+    divergence = diagnosis.divergence if diagnosis is not None else None
+    account = diagnosis.memory if diagnosis is not None else None
+    return {
+        "diagnosis": diagnosis,
+        "divergence_lines": divergence_lines(divergence) if divergence is not None else [],
+        "memory_text": printable_lines(memory_text(account)) if account else "",
+    }
 
 
 def _rank_memory(folder: Path, view: RunView) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from fsdptool.config.selection import selector_of
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, Severity
-from fsdptool.report.findings import shown, unified
+from fsdptool.report.console.findings import shown
+from fsdptool.report.diff import unified
 
 MOST_LINES = 2000
 """Lines of a file that a page shows."""

@@ -167,12 +167,14 @@ def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_names_of_strangers_stay_text_on_a_page() -> None:
-    from fsdptool.report.html_detection import detection_page
+    from fsdptool.records.detection import Detection
+    from fsdptool.records.diagnostic import read_answer
+    from fsdptool.report.page.detection import detection_page
 
     document = fsdptool.detect("gpt2:small").document()
     document["classes"][0]["name"] = "<script>alert(1)</script>"
     document["units"][0]["id"] = '"><img src=x>'
-    text = detection_page(document)
+    text = detection_page(read_answer(Detection, document))
     assert "<script" not in text
     assert "<img" not in text
 

@@ -20,7 +20,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import TRANSFORMERS, FlowMatching
 from fsdptool.families.protocol import Objective
 from fsdptool.launch.start import StartOptions, open_run
-from fsdptool.planning.plan import chosen_candidate, inputs_of, make_plan
+from fsdptool.planning.plan import chosen_candidate, make_plan
 from fsdptool.planning.request import Request
 
 GPUS = ("--gpu", "RTX-4090-24GB", "--gpus", "2")
@@ -105,7 +105,7 @@ def test_a_starter_saves_at_an_interval_that_was_planned(
     assert recipe.checkpoints.mode == "async"
     # The copies of an asynchronous save are in host memory.
     chosen = chosen_candidate(starter.plan)
-    inputs = inputs_of(starter.plan)
+    inputs = starter.plan.inputs
     unsaved = replace(inputs.recipe, checkpoints=replace(inputs.recipe.checkpoints, every_steps=None))
     without = make_plan(Request(replace(inputs, recipe=unsaved)))
     same = next(item for item in without.candidates if item.settings == chosen.settings)

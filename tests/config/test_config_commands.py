@@ -21,7 +21,7 @@ from test_rules_against_accelerate import GOOD
 from fsdptool.cli.app import run
 from fsdptool.cli.rule import all_rules
 from fsdptool.files.values import load_schema
-from fsdptool.report.findings import rules_page
+from fsdptool.report.rules import rules_page
 
 BAD = (
     GOOD.replace("mixed_precision: bf16", "mixed_precision: no  # full precision")

@@ -13,7 +13,7 @@ import pytest
 import trainer_oracle
 from sarif_subset import SCHEMA
 
-from fsdptool.report.findings import sarif_document
+from fsdptool.report.code_scanning import sarif_document
 
 FILES = corpus.files()
 EXPECTED = corpus.expected()

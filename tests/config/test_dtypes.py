@@ -9,7 +9,7 @@ import pytest
 
 from fsdptool.config import read_settings
 from fsdptool.config.result import explain_document
-from fsdptool.report.findings import render_explanation
+from fsdptool.report.console.findings import render_explanation
 
 FILE = """
 distributed_type: FSDP

@@ -15,7 +15,7 @@ from fsdptool.config.lint_settings import LintSettings
 from fsdptool.config.rules import RULES
 from fsdptool.errors import ConfigError
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.report.findings import sarif_document
+from fsdptool.report.code_scanning import sarif_document
 
 ONE = GOOD.replace("num_processes: 8", "num_processes: 1")  # FSD327
 OLD = ONE.replace("  fsdp_version: 2\n", "").replace("  fsdp_reshard_after_forward: true\n", "")  # and FSD301

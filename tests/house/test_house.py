@@ -154,6 +154,19 @@ def test_everything_public_has_a_docstring(path: Path) -> None:
     assert list(undocumented(path)) == []
 
 
+def test_reports_take_records() -> None:
+    """A renamed field is then a type error; only what ranks write line by line is plain data."""
+    report = PACKAGE / "report"
+    found = {
+        str(path.relative_to(report))
+        for path in report.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.arg) and node.annotation is not None
+        if re.search(r"(Mapping|dict)\[str, (Any|object)\]", ast.unparse(node.annotation))
+    }
+    assert found == {"console/train.py", "page/run.py"}
+
+
 @pytest.mark.xdist_group("grouped")
 def test_groups_of_tests_stay_on_one_worker(request: pytest.FixtureRequest) -> None:
     """Without its suffix a group runs on every worker, and each repeats the runs that its tests share."""

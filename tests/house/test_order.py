@@ -114,7 +114,7 @@ def test_every_room_is_in_the_order() -> None:
         "from fsdptool.training import loop",
         "def f():\n    from fsdptool.planning.search import search",
         "if TYPE_CHECKING:\n    from fsdptool.cli.app import run",
-        "import fsdptool.report.html",
+        "import fsdptool.report.page.plan",
         "from fsdptool import launch",
         "import_module(f'fsdptool.runs.{name}')",
         "from ..planning import search",

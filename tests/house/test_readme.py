@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 
 from fsdptool.cli.app import run
+from fsdptool.records.advice import Suggestion
+from fsdptool.records.codec import from_json
+from fsdptool.records.plan import Candidate, Plan, PlanInputs
+from fsdptool.records.plan_details import PlanDetails, PlannedModel
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.report import plan_words
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +54,33 @@ def test_every_answer_was_captured() -> None:
         assert "\x1b" not in text
 
 
+def plan_of(figures: dict[str, Any]) -> Plan:
+    """Return a plan with the figures that the script kept, and blanks for the others."""
+    unknown = ("allocated_peak_bytes", "reserved_peak_bytes", "host_bytes_per_node", "peak")
+    blank = {**dict.fromkeys(unknown), "components": [], "timeline": []}
+    step = {"settings": {}, "fits": True, "cost": ""}
+    reference = figures["inputs"]["model"]["reference"]
+    inputs = PlanInputs(
+        Recipe(ModelChoice(reference)), FsdpSettings(), (), (), "cuda", model=PlannedModel(reference)
+    )
+    return Plan(
+        verdict=figures["verdict"],
+        chosen=figures["chosen"],
+        candidates=tuple(from_json(Candidate, {**blank, **item}) for item in figures["candidates"]),
+        next_steps=tuple(from_json(Suggestion, {**step, **item}) for item in figures["next_steps"]),
+        inputs=inputs,
+        confidence="verified",
+        details=from_json(PlanDetails, figures["details"]),
+    )
+
+
 @pytest.mark.parametrize("name", CAPTURE["PLANS"])
 def test_figures_of_plans_are_the_committed_ones(name: str) -> None:
     """What the script kept of each plan, in the words of today's report."""
-    plan = json.loads(CAPTURE["FIGURES"].read_text(encoding="utf-8"))[name]
+    figures = json.loads(CAPTURE["FIGURES"].read_text(encoding="utf-8"))[name]
     command, _ = CAPTURE["QUESTIONS"][name]
-    assert plan["command"] == f"fsdptool {command}"
+    assert figures["command"] == f"fsdptool {command}"
+    plan = plan_of(figures)
     answer = blocks()[name]
     text = " ".join(answer.split())
     heads, rows = plan_words.offers(plan)
@@ -65,7 +92,7 @@ def test_figures_of_plans_are_the_committed_ones(name: str) -> None:
         assert plan_words.speed(plan_words.shown(plan)) in text
         return
     candidate = plan_words.shown(plan)
-    step = f"{plan_words.duration(candidate['step_seconds'])} per step, {plan_words.speed(candidate)}"
+    step = f"{plan_words.duration(candidate.step_seconds)} per step, {plan_words.speed(candidate)}"
     told = (plan_words.headline(plan), plan_words.need(candidate), step, plan_words.time_range(candidate)[2:])
     for line in (*told, plan_words.duration_of_run(plan), *plan_words.spare_memory(plan)):
         assert line in text, line

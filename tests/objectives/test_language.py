@@ -14,7 +14,7 @@ from fsdptool.families.protocol import Objective
 from fsdptool.families.registry import load_registry
 from fsdptool.families.synthetic import shrink
 from fsdptool.modeling.objective import add_validation_loss
-from fsdptool.report.train import validation_text
+from fsdptool.report.console.train import validation_text
 
 
 def _small(

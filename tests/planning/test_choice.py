@@ -159,7 +159,7 @@ def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:
     experts = 128 * 3 * 512 * 512 * 2
     assert experts < cause.unit.bytes < 1.01 * experts
     assert experts // 2 < cause.unit.padding_bytes < 1.01 * experts // 2
-    lines = plan_words.shortfall(document)
+    lines = plan_words.shortfall(plan)
     assert lines[-1] == "more GPUs of this kind cannot help: every GPU gathers whole units"
 
 
@@ -188,7 +188,7 @@ def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -
     assert size.bit_count() == 1
     assert (larger.tokens_per_second or 0) > 1.02 * (chosen.tokens_per_second or 0)
     assert (larger.device_total_bytes or 0) <= 0.95 * 1_200_000_000
-    (line,) = plan_words.spare_memory(plan_document(plan))
+    (line,) = plan_words.spare_memory(plan)
     assert line.startswith(f"spare memory: micro-batch {size} (global batch {2 * size}) needs ")
     again = planned(tmp_path, LLAMA, 1_200_000_000, **{**fixed, "micro_batch": size})
     assert again.candidates[0].device_total_bytes == larger.device_total_bytes
@@ -198,17 +198,17 @@ def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -
 def test_the_largest_batch_is_found_with_checkpointing_and_accumulation(tmp_path: Path) -> None:
     options = {"max_batch": True, "global_batch": 256, "reshard": "true", "search": None}
     plan = planned(tmp_path, LLAMA, 1_000_000_000, sequence_length=512, **options)
-    (tried,) = plan.details["max_batch"]
-    by_mode = {item["checkpointing"]: item for item in tried["settings"]}
+    (tried,) = plan.details.max_batch
+    by_mode = {item.checkpointing: item for item in tried.settings}
     assert set(by_mode) == {"none", "selective", "full"}
-    assert by_mode["full"]["micro_batch"] > by_mode["none"]["micro_batch"]
+    assert by_mode["full"].micro_batch > by_mode["none"].micro_batch
     for item in by_mode.values():
-        assert item["micro_batch"] * item["accumulation"] == 128
+        assert item.micro_batch * item.accumulation == 128
     settings = plan.candidates[0].settings
     assert settings.global_batch == 256
-    assert tried["micro_batch"] == settings.micro_batch == by_mode[settings.checkpointing]["micro_batch"]
-    speeds = [item["samples_per_second"] for item in by_mode.values()]
-    assert by_mode[settings.checkpointing]["samples_per_second"] >= 0.98 * max(speeds)
+    assert tried.micro_batch == settings.micro_batch == by_mode[settings.checkpointing].micro_batch
+    speeds = [item.samples_per_second for item in by_mode.values()]
+    assert by_mode[settings.checkpointing].samples_per_second >= 0.98 * max(speeds)
 
 
 def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert "export it first" in emit_config(plan=growing)
     document = plan_document(tight)
     jsonschema.validate(document, load_schema("plan"))
-    assert plan_words.reserved_range(document, document["candidates"][0]).endswith("by 3 published runs)")
+    assert plan_words.reserved_range(tight, tight.candidates[0]).endswith("by 3 published runs)")
 
 
 def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def kept(reference: str, gpus: int, **options: object) -> dict[str, int]:
     plan = fsdptool.plan(
         reference, gpu="B200", gpus=gpus, sequence_length=32, search=False, dtype="float32", **options
     )
-    states = dict(plan.details["states"])
+    states = dict(plan.details.states)
     components = {item.name: item.bytes or 0 for item in chosen_candidate(plan).components}
     return {**states, "optimizer": components["optimizer"]}
 

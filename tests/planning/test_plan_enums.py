@@ -21,9 +21,9 @@ from fsdptool.records.plan import ComponentBytes, Plan, Rejection, RejectionKind
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Basis, ColourGroup, Component
 from fsdptool.report import plan_words
-from fsdptool.report.comparison import print_changes, print_comparison
-from fsdptool.report.html import plan_page
-from fsdptool.report.plan import print_plan
+from fsdptool.report.console.comparison import print_changes, print_comparison
+from fsdptool.report.console.plan import print_plan
+from fsdptool.report.page.plan import plan_page
 
 # All on one worker: another would make the same plan again.
 pytestmark = pytest.mark.xdist_group("plan-enums")
@@ -80,7 +80,7 @@ def test_a_plan_whose_request_fits_never_says_that_it_does_not(plan: Plan) -> No
 def changed(plan: Plan, **candidate: Any) -> Plan:
     """The plan with other values in its chosen candidate, as if that were the requested one."""
     chosen = dataclasses.replace(chosen_candidate(plan), **candidate)
-    details = {**plan.details, "asked": [chosen.id]}
+    details = dataclasses.replace(plan.details, asked=(chosen.id,))
     return dataclasses.replace(plan, candidates=(chosen,), details=details)
 
 
@@ -99,13 +99,13 @@ def read(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     before = changed(plan, rejected_by=None, components=())
     other.write_text(json.dumps(plan_document(before)))
     capsys.readouterr()
-    print_plan(document, explain=True)
+    print_plan(plan, explain=True)
     console = tabbed(capsys.readouterr().out)
     changes = changes_between(document, before, plan)
     print_changes(str(path), [(item.what, item.before, item.after) for item in changes])
     check = tabbed(capsys.readouterr().out)
-    print_comparison({**dataclasses.asdict(compare(path, other)), "left": "a", "right": "b"})
-    return console, plan_page(document), check, tabbed(capsys.readouterr().out)
+    print_comparison(dataclasses.replace(compare(path, other), left="a", right="b"))
+    return console, plan_page(plan), check, tabbed(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", RejectionKind)
@@ -117,11 +117,11 @@ def test_every_rejection_through_every_reader(
     )
     console, page, check, comparison = read(rejected, tmp_path, capsys)
     assert f"rejected candidates by reason: {plan_words.REJECTIONS[kind]} 1" in console
-    assert "the detail" in plan_words.reason(plan_document(rejected)["candidates"][0])
+    assert "the detail" in plan_words.reason(rejected.candidates[0])
     assert f"rejected_by\tnone\t{kind.value}" in check
     assert f"rejected by\t{kind.value}" in comparison
     several = dataclasses.replace(rejected, candidates=rejected.candidates * 2)
-    assert f"{plan_words.REJECTIONS[kind]}: the detail" in plan_page(plan_document(several))
+    assert f"{plan_words.REJECTIONS[kind]}: the detail" in plan_page(several)
     assert page
 
 

@@ -14,11 +14,9 @@ from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.plan import plan_document
 from fsdptool.planning.request import Request
 from fsdptool.records.plan import Plan
-from fsdptool.report.mesh_words import mesh_lines
-from fsdptool.report.plan_words import brief, mesh
+from fsdptool.report.plan_words import brief, mesh, mesh_lines
 from fsdptool.source import resolve
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048
@@ -61,24 +59,23 @@ def test_every_mixture_waits_for_four_exchanges_and_six_where_it_is_recomputed(m
         assert spread.seconds["group_communication"] == pytest.approx(expected)
         assert spread.seconds["exposed_communication"] >= expected
         assert spread.step_flops == pytest.approx(flops)
-    settings = dataclasses.asdict(spread.settings)
-    assert mesh(settings) == "shard 8 x experts over 4"
-    assert "experts over 4" in brief(settings)
+    assert mesh(spread.settings) == "shard 8 x experts over 4"
+    assert "experts over 4" in brief(spread.settings)
 
 
 def test_the_worst_routing_brings_the_tokens_of_all_ranks_to_one(model: str) -> None:
-    routing = planned(model, ep=4).details["routing"]
+    routing = planned(model, ep=4).details.routing
     rows = 2 * TOKENS * CHOICES * WIDTH * 2
-    assert (routing["all_to_all_bytes"], routing["worst_all_to_all_bytes"]) == (rows, 4 * rows)
+    assert (routing.all_to_all_bytes, routing.worst_all_to_all_bytes) == (rows, 4 * rows)
     # Every layer keeps at least the three times as many rows that came, and what the experts make of them.
-    assert routing["worst_case_bytes"] - routing["balanced_bytes"] > LAYERS * 3 * rows
+    assert routing.worst_case_bytes - routing.balanced_bytes > LAYERS * 3 * rows
     # With one expert on each rank, only one choice of a token can go there.
-    assert planned(model, ep=8).details["routing"]["worst_all_to_all_bytes"] == 8 * rows // CHOICES
+    assert planned(model, ep=8).details.routing.worst_all_to_all_bytes == 8 * rows // CHOICES
 
 
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) -> None:
     # Each rank keeps the same share of all states; what it gathers of the experts is its own part only.
-    states = [planned(model, ep=ep).details["states"]["parameters"] for ep in (1, 2, 8)]
+    states = [planned(model, ep=ep).details.states["parameters"] for ep in (1, 2, 8)]
     assert states[1:] == pytest.approx(states[:1] * 2, rel=0.01)
     gathered = [peak_of(planned(model, ep=ep), "unsharded parameters") for ep in (1, 2, 8)]
     assert gathered == sorted(gathered, reverse=True)
@@ -94,8 +91,8 @@ def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) ->
     assert beside.seconds["group_communication"] > halved
     # Two ranks train on one rank's samples: half of the work of a step with as many micro-batches.
     assert beside.step_flops == pytest.approx(alone.step_flops / 2)
-    assert mesh(dataclasses.asdict(beside.settings)) == "shard 4 x tensor 2 x experts over 4"
-    states = [planned(model, ep=ep, tp=2).details["states"]["parameters"] for ep in (1, 8)]
+    assert mesh(beside.settings) == "shard 4 x tensor 2 x experts over 4"
+    states = [planned(model, ep=ep, tp=2).details.states["parameters"] for ep in (1, 8)]
     assert states[0] == pytest.approx(states[1], rel=0.05)
 
 
@@ -111,12 +108,12 @@ def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> No
         assert all(c.step_seconds for c in spread) and spread
         if cp > 1:
             continue
-        choice = plan.details["mesh"]
-        sizes = {(other["dp_replicate"], other["ep"]) for other in choice["alternatives"]}
-        assert len(sizes) == len(choice["alternatives"]) == 3
-        groups = {group["dimension"]: (group["ranks"], group["nodes"]) for group in choice["groups"]}
+        choice = plan.details.mesh
+        sizes = {(other.dp_replicate, other.ep) for other in choice.alternatives}
+        assert len(sizes) == len(choice.alternatives) == 3
+        groups = {group.dimension: (group.ranks, group.nodes) for group in choice.groups}
         assert groups["dp_shard"] in ((16, 2), (8, 1))
-        lines = list(mesh_lines(plan_document(plan)))
+        lines = list(mesh_lines(plan))
         assert len(lines) == 4
         assert lines[0].startswith("mesh: ")
 
@@ -151,7 +148,7 @@ def test_experts_on_more_ranks_than_there_are_experts_are_said_to_be_stored_unev
     assert told(nodes=2) == told(nodes=2, ep=8) == []
     (message,) = told(nodes=2, layout="accelerate")
     plan = planned(model, nodes=2, layout="accelerate")
-    one = plan.details["states"]["parameters"]
+    one = plan.details.states["parameters"]
     even = sum(p.numel for p in inspect(resolve(model)).parameters) * 4 / 16
     assert f"rank 0 stores {one / even:.1f} times its even share" in message
     assert "mlp.experts.gate_up_proj has 8 rows for 16 ranks" in message

@@ -16,12 +16,12 @@ from fsdptool.planning import Options, chosen_run, make_plan, read_request
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.pipeline import plan_pipeline
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
-from fsdptool.planning.plan import inputs_of, inspect_model, plan_document, plan_from
+from fsdptool.planning.plan import inspect_model, plan_document, plan_from
 from fsdptool.planning.search_point import read_search_point
 from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
 from fsdptool.records.plan import Pipeline, Plan
 from fsdptool.records.trace import Component
-from fsdptool.report.plan_pipeline import pipeline_rows
+from fsdptool.report.console.plan import print_plan
 
 LAYERS, WIDTH, INNER, TOKENS, WORDS = 14, 256, 512, 1024, 8000
 
@@ -104,7 +104,7 @@ def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(mode
     assert candidate.reserved_peak_bytes == plain.reserved_peak_bytes
     assert candidate.device_total_bytes == plain.device_total_bytes
     assert candidate.step_seconds == pytest.approx(plain.step_seconds)
-    assert (candidate.mfu, document["bubble"]) == (pytest.approx(plain.mfu), 0)
+    assert (candidate.mfu, document.bubble) == (pytest.approx(plain.mfu), 0)
 
     trace, units = estimator.trace_of(point, cluster), estimator.units_of(point, cluster)
     stages = divide("model.layers", LAYERS, 4)
@@ -134,32 +134,32 @@ def _tied(unit: Any) -> Any:
     )
 
 
-def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: str) -> None:
+def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = planned(model, pp=4, tp=2)
-    candidate, pipeline = plan.candidates[0], plan.details["pipeline"]
-    stages = pipeline["stages"]
+    candidate, pipeline = plan.candidates[0], plan.details.pipeline
+    stages = pipeline.stages
     assert candidate.settings.dp_shard == 2
-    assert pipeline["sent_bytes"] == 2 * TOKENS * WIDTH * 2
-    slowest = max(stage["micro_batch_seconds"] for stage in stages)
-    assert pipeline["bubble_seconds"] == pytest.approx(3 * slowest)
-    least = 11 * slowest + pipeline["transfer_seconds"]
+    assert pipeline.sent_bytes == 2 * TOKENS * WIDTH * 2
+    slowest = max(stage.micro_batch_seconds for stage in stages)
+    assert pipeline.bubble_seconds == pytest.approx(3 * slowest)
+    least = 11 * slowest + pipeline.transfer_seconds
     assert least < candidate.step_seconds < 1.2 * least
     assert candidate.tokens_per_second == pytest.approx(2 * 8 * 2 * TOKENS / candidate.step_seconds)
-    assert candidate.allocated_peak_bytes == max(stage["allocated_bytes"] for stage in stages)
+    assert candidate.allocated_peak_bytes == max(stage.allocated_bytes for stage in stages)
     # Only the last stage holds the logits that another training loop keeps.
-    kept = planned(model, pp=4, tp=2, loss="kept").details["pipeline"]["stages"]
-    held = [
-        more["allocated_bytes"] - less["allocated_bytes"] for more, less in zip(kept, stages, strict=True)
-    ]
+    kept = planned(model, pp=4, tp=2, loss="kept").details.pipeline.stages
+    held = [more.allocated_bytes - less.allocated_bytes for more, less in zip(kept, stages, strict=True)]
     assert held[:3] == [0, 0, 0]
     assert held[3] > 0
     # Two stages of equal depth differ in the forwards in flight: each keeps the activations of its blocks.
-    middle = [stages[rank]["activation_bytes"] for rank in (1, 2)]
+    middle = [stages[rank].activation_bytes for rank in (1, 2)]
     assert middle[0] / middle[1] == pytest.approx(3 / 2, rel=0.1)
 
-    interleaved = planned(model, pp=2, pp_virtual=3).details["pipeline"]
-    assert (interleaved["schedule"], interleaved["bubble"]) == ("interleaved", 1 / 24)
-    blocks = [item for stage in interleaved["stages"] for item in stage["blocks"]]
+    interleaved = planned(model, pp=2, pp_virtual=3).details.pipeline
+    assert (interleaved.schedule, interleaved.bubble) == ("interleaved", 1 / 24)
+    blocks = [item for stage in interleaved.stages for item in stage.blocks]
     assert sorted(number for first, last in blocks for number in range(first, last)) == list(range(LAYERS))
 
     # What is not resharded after forward stays gathered while the rank's other virtual stages run.
@@ -172,11 +172,13 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(model: 
     ]
     assert gathered[1] == pytest.approx(gathered[0], rel=0.1)
 
-    line, heads, rows = pipeline_rows(json.loads(json.dumps(plan_document(plan)))) or ("", (), [])
-    assert "planned only" in line
-    assert [len(row) for row in rows] == [len(heads)] * 4
+    print_plan(plan)
+    said = capsys.readouterr().out
+    assert "pipeline of 4 stages, planned only" in said
+    (table,) = (part for part in said.split("\n\n") if "in flight" in part)
+    assert [line.split()[0] for line in table.splitlines()[-4:]] == ["0", "1", "2", "3"]
     again = plan_from(json.loads(json.dumps(plan_document(plan))), where="plan")
-    assert inputs_of(again).pipeline == Pipeline(4)
+    assert again.inputs.pipeline == Pipeline(4)
     with pytest.raises(PlanError, match="planned only"):
         chosen_run(again)
 

@@ -65,7 +65,7 @@ def test_every_block_waits_for_two_sums_in_forward_and_two_in_backward(model: st
     # Recomputation repeats attention's sum and stops before the last one, which backward does not need.
     again = planned(model, micro_batch=2, tp=2, checkpointing="full")
     assert again.seconds["communication"] == pytest.approx(5 * LAYERS * once + ends)
-    assert "tensor 2" in brief(dataclasses.asdict(whole.settings))
+    assert "tensor 2" in brief(whole.settings)
 
 
 def test_a_divided_sequence_is_gathered_and_scattered_by_every_region(model: str) -> None:
@@ -104,7 +104,7 @@ def test_what_another_loop_does_beside_it_changes_the_time_alone(model: str) -> 
     # Traffic bounds the narrow products for keys and values.
     assert arithmetic / 2 < hidden < 1.3 * arithmetic / 2
     plan = make_plan(read_request(_options(model, **given, assume=("compile", "float8"))))
-    assert any("linear layers of the blocks in float8" in note for note in plan.details["notes"])
+    assert any("linear layers of the blocks in float8" in note for note in plan.details.notes)
     with pytest.raises(PlanError, match="planned only"):
         chosen_run(plan)
 

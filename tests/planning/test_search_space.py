@@ -75,5 +75,5 @@ def test_experts_are_shared_out_in_whole_nodes(anatomy: Anatomy) -> None:
 
 
 def test_a_mesh_in_words_names_the_tensor_parallel_ranks() -> None:
-    assert mesh({"dp_shard": 4, "dp_replicate": 1, "cp": 2, "tp": 8}) == "shard 4 x context 2 x tensor 8"
-    assert mesh({"dp_shard": 4, "dp_replicate": 1, "cp": 1}) == "shard 4"
+    assert mesh(replace(START, dp_shard=4, dp_replicate=1, cp=2, tp=8)) == "shard 4 x context 2 x tensor 8"
+    assert mesh(replace(START, dp_shard=4, dp_replicate=1, cp=1, tp=1)) == "shard 4"

@@ -66,6 +66,9 @@ def test_work_is_added_to_collectives_that_stay_as_they_are() -> None:
     filled = fill(traffic, [Cost(1.0, 2.0), Cost(3.0, 4.0)])
     assert [(stage.forward, stage.backward) for stage in filled] == [(3.0, 4.0), (1.0, 2.0)]
     assert tuple(replace(stage, forward=0.0, backward=0.0) for stage in filled) == collectives
+    # Seconds are divided by the ranks that share a sequence; the bytes between them are not.
+    shared = fill(traffic, [Cost(1.0, 2.0), Cost(3.0, 4.0)], 2, exchanged=[10, 30])
+    assert [(stage.forward, stage.exchanged) for stage in shared] == [(1.5, 30), (0.5, 10)]
 
 
 def test_communication_hides_behind_enough_compute() -> None:

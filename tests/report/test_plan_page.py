@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from fsdptool.formatting import amount
-from fsdptool.planning.plan import plan_document
 from fsdptool.records.advice import Suggestion, SuggestionKind
+from fsdptool.records.cluster import Cluster
 from fsdptool.records.plan import (
     Candidate,
     ComponentBytes,
@@ -18,16 +19,19 @@ from fsdptool.records.plan import (
     Moment,
     Peak,
     Plan,
+    PlanInputs,
     Rejection,
     RejectionKind,
     SearchPoint,
 )
+from fsdptool.records.plan_details import PlanDetails, PlannedModel
+from fsdptool.records.recipe import ModelChoice, Recipe
+from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import ColourGroup, Component
+from fsdptool.report.console.plan import print_plan
 from fsdptool.report.curve import curve
-from fsdptool.report.html import plan_page
-from fsdptool.report.html_charts import plan_picture
-from fsdptool.report.html_page import breaking, cards
-from fsdptool.report.plan import print_plan
+from fsdptool.report.page.parts import breaking, cards
+from fsdptool.report.page.plan import plan_page, plan_picture
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
@@ -78,8 +82,8 @@ def candidate(name: str, total: int, *, rejected: Rejection | None = None, sampl
 
 
 @pytest.fixture
-def document() -> dict[str, Any]:
-    plan = Plan(
+def plan() -> Plan:
+    return Plan(
         verdict="fits",
         confidence="verified",
         chosen="asked",
@@ -89,15 +93,24 @@ def document() -> dict[str, Any]:
             candidate("c0002", 30 * GIB, rejected=Rejection(RejectionKind.SPEED, "slower"), samples=2.0),
         ),
         next_steps=(Suggestion(NASTY, {}, 10, True, NASTY, SuggestionKind.RESHARD),),
-        inputs={
-            "model": {"reference": NASTY, "class": NASTY, "parameters": 1},
-            "recipe": {"x": NASTY},
-            "clusters": [{"name": NASTY}],
-        },
+        inputs=PlanInputs(
+            recipe=Recipe(ModelChoice(NASTY)),
+            settings=FsdpSettings(),
+            clusters=(Cluster(None, 8, name=NASTY),),
+            machines=(),
+            profile="cuda",
+            model=PlannedModel(reference=NASTY, class_=NASTY, parameters=1),
+        ),
         unknowns=(NASTY,),
-        details={"clusters": [NASTY], "front": ["asked", "c0002"], "asked": ["asked"], "notes": [NASTY]},
+        details=PlanDetails(clusters=(NASTY,), front=("asked", "c0002"), asked=("asked",), notes=(NASTY,)),
     )
-    return plan_document(plan)
+
+
+def changed(plan: Plan, number: int, **values: Any) -> Plan:
+    """The plan with other values in one candidate."""
+    candidates = list(plan.candidates)
+    candidates[number] = replace(candidates[number], **values)
+    return replace(plan, candidates=tuple(candidates))
 
 
 class Reader(HTMLParser):
@@ -122,8 +135,8 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_fetches_and_runs_nothing(document: dict[str, Any]) -> None:
-    page = plan_page(document)
+def test_the_page_is_whole_and_fetches_and_runs_nothing(plan: Plan) -> None:
+    page = plan_page(plan)
     reader = Reader()
     reader.feed(page)
     assert not reader.open
@@ -137,9 +150,9 @@ def test_the_page_is_whole_and_fetches_and_runs_nothing(document: dict[str, Any]
     assert {"svg", "table", "details"} <= tags
 
 
-def test_the_page_can_be_read_without_seeing_and_without_a_mouse(document: dict[str, Any]) -> None:
+def test_the_page_can_be_read_without_seeing_and_without_a_mouse(plan: Plan) -> None:
     reader = Reader()
-    reader.feed(plan_page(document))
+    reader.feed(plan_page(plan))
     for tag, attributes in reader.seen:
         if tag == "svg":
             assert attributes["role"] == "img"
@@ -151,14 +164,14 @@ def test_the_page_can_be_read_without_seeing_and_without_a_mouse(document: dict[
     assert tables == sum(tag == "caption" for tag, _ in reader.seen)
 
 
-def test_every_candidate_and_its_reason_is_on_the_page(document: dict[str, Any]) -> None:
-    page = plan_page(document)
+def test_every_candidate_and_its_reason_is_on_the_page(plan: Plan) -> None:
+    page = plan_page(plan)
     for text in ("asked (chosen)", "c0001", "device memory: &lt;script", "speed: slower"):
         assert text in page
 
 
-def test_a_pipe_gets_whole_rows(document: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    print_plan(document, explain=True)
+def test_a_pipe_gets_whole_rows(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(plan, explain=True)
     told = capsys.readouterr().out
     assert "\x1b" not in told
     assert "…" not in told
@@ -176,8 +189,8 @@ def test_names_of_classes_break_only_where_nothing_has_room_for_them() -> None:
     assert "twice" in cards([("wrap", "FluxSingleTransformerBlock", "")])
 
 
-def test_unknown_is_said_and_never_zero(capsys: pytest.CaptureFixture[str], document: dict[str, Any]) -> None:
-    print_plan(document)
+def test_unknown_is_said_and_never_zero(capsys: pytest.CaptureFixture[str], plan: Plan) -> None:
+    print_plan(plan)
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("temporaries"))
     assert line.split()[1:] == ["unknown", "unknown"]
 
@@ -194,9 +207,9 @@ def test_amounts_read_well() -> None:
 
 
 def test_a_curve_keeps_the_peak_and_adds_up() -> None:
-    moments = [{"allocated_bytes": 3, "groups": {"states": 2, "passing": 1}} for _ in range(1000)]
-    moments[500] = {"allocated_bytes": 9, "groups": {"states": 2, "passing": 7}}
-    rows, top = curve({"timeline": moments}, 64)
+    moments = [Moment("", 3, groups={"states": 2, "passing": 1}) for _ in range(1000)]
+    moments[500] = Moment("", 9, groups={"states": 2, "passing": 7})
+    rows, top = curve(replace(candidate("asked", 9), peak=None, timeline=tuple(moments)), 64)
     assert top == 9
     assert {len(levels) for _, levels in rows} == {64}
     whole, *groups = [levels for _, levels in rows]
@@ -205,12 +218,13 @@ def test_a_curve_keeps_the_peak_and_adds_up() -> None:
     assert whole == [sum(parts) for parts in zip(*groups, strict=True)]
 
 
-def test_the_curve_of_the_page_is_stacked_by_group(document: dict[str, Any]) -> None:
-    assert 'polygon class="area"' in plan_page(document)
-    timeline = document["candidates"][0]["timeline"]
-    for moment in timeline:
-        moment["groups"] = {"states": GIB // 2, "passing": moment["allocated_bytes"] - GIB // 2}
-    page = plan_page(document)
+def test_the_curve_of_the_page_is_stacked_by_group(plan: Plan) -> None:
+    assert 'polygon class="area"' in plan_page(plan)
+    timeline = tuple(
+        replace(moment, groups={"states": GIB // 2, "passing": moment.allocated_bytes - GIB // 2})
+        for moment in plan.candidates[0].timeline
+    )
+    page = plan_page(changed(plan, 0, timeline=timeline))
     assert 'polygon class="area"' not in page
     edges = [
         re.findall(rf'polygon class="g-{name}" points="([^"]*)"', page)[0] for name in ("states", "passing")
@@ -219,10 +233,8 @@ def test_the_curve_of_the_page_is_stacked_by_group(document: dict[str, Any]) -> 
     assert lower[: len(timeline)] == upper[: len(timeline) - 1 : -1]
 
 
-def test_the_peak_is_on_the_curve(document: dict[str, Any]) -> None:
-    shown = document["candidates"][0]
-    shown["allocated_peak_bytes"] = 44 * GIB
-    page = plan_page(document)
+def test_the_peak_is_on_the_curve(plan: Plan) -> None:
+    page = plan_page(changed(plan, 0, allocated_peak_bytes=44 * GIB))
     assert page.count('class="peak"') == 2, "for a wide screen and for a narrow one"
     for chart in re.findall(r'<svg [^>]*class="timeline-.*?</svg>', page):
         outline = re.findall(r'polyline class="stroke" points="([^"]*)"', chart)[0]
@@ -233,9 +245,9 @@ def test_the_peak_is_on_the_curve(document: dict[str, Any]) -> None:
         assert "44.0 GiB</text>" in chart
 
 
-def test_candidates_that_do_not_fit_have_a_strip_of_their_own(document: dict[str, Any]) -> None:
-    document["candidates"][1]["device_total_bytes"] = 600 * GIB
-    for chart in re.findall(r'<svg [^>]*class="scatter-.*?</svg>', plan_page(document)):
+def test_candidates_that_do_not_fit_have_a_strip_of_their_own(plan: Plan) -> None:
+    plan = changed(plan, 1, device_total_bytes=600 * GIB)
+    for chart in re.findall(r'<svg [^>]*class="scatter-.*?</svg>', plan_page(plan)):
         assert "1 does not fit: 600.0 GiB" in chart
         ticks = [float(text) for text in re.findall(r">(\d+) GiB</text>", chart)]
         assert ticks == [0, 20, 40, 60, 80][1:]
@@ -246,20 +258,18 @@ def test_candidates_that_do_not_fit_have_a_strip_of_their_own(document: dict[str
         assert "tokens per second (estimate)" in chart
 
 
-def test_the_page_names_the_classes_that_are_wrapped(
-    document: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    document["details"]["wrap_classes"] = ["LlamaDecoderLayer"]
-    document["candidates"][0]["settings"]["wrap_classes"] = []
-    assert "<td>LlamaDecoderLayer</td>" in plan_page(document)
-    print_plan(document, explain=True)
+def test_the_page_names_the_classes_that_are_wrapped(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = replace(plan, details=replace(plan.details, wrap_classes=("LlamaDecoderLayer",)))
+    plan = changed(plan, 0, settings=replace(plan.candidates[0].settings, wrap_classes=()))
+    assert "<td>LlamaDecoderLayer</td>" in plan_page(plan)
+    print_plan(plan, explain=True)
     assert "LlamaDecoderLayer" in capsys.readouterr().out
 
 
-def test_a_picture_is_one_image_and_names_never_become_markup(document: dict[str, Any]) -> None:
+def test_a_picture_is_one_image_and_names_never_become_markup(plan: Plan) -> None:
     from xml.etree import ElementTree
 
-    picture = plan_picture(document)
+    picture = plan_picture(plan)
     root = ElementTree.fromstring(picture)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     tags = {element.tag.rsplit("}", 1)[1] for element in root.iter()}
@@ -268,13 +278,13 @@ def test_a_picture_is_one_image_and_names_never_become_markup(document: dict[str
 
 
 def test_a_plan_is_one_screen_and_the_rest_is_explained(
-    document: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--micro-batch", "1", "--reshard", "4", "--no-offload"]
-    document["details"]["flags"] = flags
-    print_plan(document, command=["fsdptool", "plan", "a b", "--gpus", "8", "--reshard", "4"])
+    flags = ("--micro-batch", "1", "--reshard", "4", "--no-offload")
+    plan = replace(plan, details=replace(plan.details, flags=flags))
+    print_plan(plan, command=["fsdptool", "plan", "a b", "--gpus", "8", "--reshard", "4"])
     short = capsys.readouterr().out
-    print_plan(document, explain=True)
+    print_plan(plan, explain=True)
     whole = capsys.readouterr().out
     assert len(short.splitlines()) < 40 < len(whole.splitlines()) + 20
     assert (
@@ -284,8 +294,8 @@ def test_a_plan_is_one_screen_and_the_rest_is_explained(
     assert "phase of the run" not in short
 
 
-def test_every_component_has_a_colour_that_the_page_defines(document: dict[str, Any]) -> None:
-    from fsdptool.report.html_page import STYLE
+def test_every_component_has_a_colour_that_the_page_defines(plan: Plan) -> None:
+    from fsdptool.report.page.parts import STYLE
 
     assert {component.group for component in Component} == set(ColourGroup)
     assert all(f".k-{group}" in STYLE and group.legend for group in ColourGroup)

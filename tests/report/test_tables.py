@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from fsdptool.report import tables
-from fsdptool.report.tables import cell_len, layout_table, print_rows, print_table
+from fsdptool.report.console import tables
+from fsdptool.report.console.tables import cell_len, layout_table, print_rows, print_table
 
 CELLS = [
     ("class", "instances", "parameters", "reason"),

@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 
 from fsdptool.cli.app import run
-from fsdptool.report import tables
-from fsdptool.report.comparison import print_comparison
-from fsdptool.report.detect import print_detect, print_families
-from fsdptool.report.plan import print_plan
-from fsdptool.report.tables import cell_len, print_command, print_lines, wrap_line
-from fsdptool.report.train import closing_text
+from fsdptool.planning.plan import read_plan
+from fsdptool.records.command_documents import Comparison, FamilyList
+from fsdptool.records.detection import Detection
+from fsdptool.records.diagnostic import read_answer
+from fsdptool.records.run import Summary
+from fsdptool.report.console import tables
+from fsdptool.report.console.comparison import print_comparison
+from fsdptool.report.console.detection import print_detect
+from fsdptool.report.console.families import print_families
+from fsdptool.report.console.plan import print_plan
+from fsdptool.report.console.tables import cell_len, print_command, print_lines, wrap_line
+from fsdptool.report.console.train import closing_text
 
 WIDTHS = (60, 80, 120)
 GPUS = ["--gpu", "H100-80GB-SXM", "--gpus", "8"]
@@ -70,12 +76,12 @@ def _words(text: str) -> set[str]:
 
 def test_the_answers_of_detect_and_families(shown: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["detect", "llama3:tiny", "--world-size", "7", "--format", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    texts = shown(lambda: print_detect(document))
+    detection = read_answer(Detection, json.loads(capsys.readouterr().out))
+    texts = shown(lambda: print_detect(detection))
     assert "not shown at this width: example, each" in texts[60]
     for arguments in ([], ["llama3"]):
         run(["families", *arguments, "--format", "json"])
-        listed = json.loads(capsys.readouterr().out)
+        listed = read_answer(FamilyList, json.loads(capsys.readouterr().out))
         shown(lambda listed=listed: print_families(listed))
 
 
@@ -85,13 +91,13 @@ def test_a_plan_and_a_comparison(
     path = str(tmp_path / "plan.json")
     narrowed = ["--checkpointing", "none", "--no-offload"]
     assert run(["plan", "llama3:tiny", *GPUS, "--seq-len", "128", *narrowed, "-o", path]) == 0
-    document = json.loads(Path(path).read_text())
+    plan = read_plan(Path(path))
     command = ["fsdptool", "plan", "llama3:tiny", *GPUS, "--seq-len", "128"]
     for explain in (False, True):
-        shown(lambda explain=explain: print_plan(document, explain=explain, command=command))
+        shown(lambda explain=explain: print_plan(plan, explain=explain, command=command))
     capsys.readouterr()
     run(["compare", path, path, "--format", "json"])
-    compared = json.loads(capsys.readouterr().out)
+    compared = read_answer(Comparison, json.loads(capsys.readouterr().out)).body
     shown(lambda: print_comparison(compared))
 
 
@@ -118,11 +124,15 @@ def test_the_summary_of_a_run(shown: Any) -> None:
     from fsdptool.training.memory_meter import CpuMeter, CudaMeter
 
     for instrument in (CpuMeter.instrument, CudaMeter.instrument):
-        summary = {
-            "status": "completed",
-            "steps": 60,
-            "world_size": 2,
-            "sharding_proof": {
+        summary = Summary(
+            status="completed",
+            exit_code=0,
+            resumable=True,
+            steps=60,
+            world_size=2,
+            mesh={"dp_replicate": 1, "dp_shard": 2},
+            units=5,
+            sharding_proof={
                 "units": 5,
                 "parameters": 31,
                 "placements": {"[Shard(dim=0)]": 31},
@@ -136,15 +146,18 @@ def test_the_summary_of_a_run(shown: Any) -> None:
                     }
                 ],
             },
-            "predicted_peak_bytes": 100 << 20,
-            "measured_peak_bytes": [99 << 20, 99 << 20],
-            "error_percent": 1.0,
-            "instrument": instrument,
-            "throughput": {"step_seconds_median": 0.5, "step_seconds_p95": 0.6, "tokens_per_second": 900},
-            "last_checkpoint": "checkpoints/step-00000060",
-            "export": "export",
-            "restarts": 1,
-        }
+            predicted_peak_bytes=100 << 20,
+            measured_peak_bytes=(99 << 20, 99 << 20),
+            error_percent=1.0,
+            instrument=instrument,
+            throughput={"step_seconds_median": 0.5, "step_seconds_p95": 0.6, "tokens_per_second": 900},
+            last_checkpoint="checkpoints/step-00000060",
+            last_good_step=60,
+            export="export",
+            restarts=1,
+            failure=None,
+            memory_report=None,
+        )
         text = closing_text(summary, "runs/main_job", [5.0, 4.0])
         assert max(map(len, text.splitlines())) <= 110
         shown(lambda text=text: print_lines(text))

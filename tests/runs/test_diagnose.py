@@ -19,10 +19,10 @@ import pytest
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.files.values import check
 from fsdptool.launch.outcome import write_summary
-from fsdptool.records.codec import to_json
 from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
-from fsdptool.report.diagnosis import print_diagnosis, signatures_table
+from fsdptool.report.console.diagnosis import print_diagnosis
+from fsdptool.report.rules import signatures_table
 from fsdptool.runs import diagnose as module
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
 from fsdptool.runs.events import EventLog, WorkerPhase
@@ -412,7 +412,7 @@ def test_a_group_whose_ranks_the_log_does_not_translate_is_named(capsys: pytest.
     lines = [waits(prefix, rank, GATHER if rank == 1 else SUM) for rank in range(3)]
     answer = answer_of("".join(lines))
     assert answer.divergence is not None
-    print_diagnosis(to_json(answer))
+    print_diagnosis(answer)
     assert "rank 1 of process group 5 (mesh_tp) called _ALLGATHER_BASE" in capsys.readouterr().out
 
 

@@ -20,8 +20,8 @@ from fsdptool.cli.app import run as fsdptool
 from fsdptool.files.values import check
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import RankProgress, Start, Summary
-from fsdptool.report.run import sparkline
-from fsdptool.report.run_page import axis_ticks
+from fsdptool.report.console.runs import sparkline
+from fsdptool.report.page.run import axis_ticks
 from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
 from fsdptool.runs.progress import ProgressFile, read_progress, silent_ranks

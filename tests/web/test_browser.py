@@ -10,6 +10,7 @@ import pytest
 from sites import PATIENCE, TINY, Server, serving
 
 from fsdptool.formatting import amount
+from fsdptool.planning.plan import chosen_candidate, plan_from
 from fsdptool.report.curve import moments
 from fsdptool.web.server import Address
 
@@ -163,11 +164,11 @@ def test_a_position_is_traced_and_points_move_the_controls(
     document = json.loads(
         page.evaluate("href => fetch(href).then((answer) => answer.text())", download(page))
     )
-    shown = next(one for one in document["candidates"] if one["id"] == document["chosen"])
+    shown = chosen_candidate(plan_from(document, where="the page"))
     for index, moment in list(enumerate(moments(shown)))[::5]:
         page.locator("svg.timeline-960 rect.hover").nth(index).hover()
-        assert alive.locator("p").text_content() == f"{moment['name']}: {amount(moment['allocated_bytes'])}"
-        largest = sorted(moment["components"].items(), key=lambda item: -item[1])
+        assert alive.locator("p").text_content() == f"{moment.name}: {amount(moment.allocated_bytes)}"
+        largest = sorted(moment.components.items(), key=lambda item: -item[1])
         lines = [f"{name.replace('_', ' ')} {amount(size)}" for name, size in largest]
         assert alive.locator("li").all_text_contents() == lines
     # A point of the front moves the controls; the front stays.

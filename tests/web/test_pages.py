@@ -10,6 +10,8 @@ from sites import TINY, Site
 from starlette.testclient import TestClient
 
 from fsdptool.planning.clusters import read_cluster
+from fsdptool.records.advice import Suggestion, SuggestionKind
+from fsdptool.records.plan import SearchPoint
 from fsdptool.web.plans import changed_values, point_values
 
 SCRIPT = "<script>alert(1)</script>"
@@ -146,24 +148,24 @@ def test_offers_saved_as_files_are_planned_side_by_side(site: Site) -> None:
 
 
 def test_suggestions_and_points_are_addresses() -> None:
-    point = {
-        "cluster": 0,
-        "layout": "native",
-        "wrap_policy": "transformer",
-        "wrap_classes": ["Block"],
-        "micro_batch": 4,
-        "accumulation": 2,
-        "checkpointing": "full",
-        "reshard_after_forward": True,
-        "dp_replicate": 2,
-        "dp_shard": 4,
-        "cp": 1,
-        "cpu_offload": False,
-        "optimizer_implementation": "auto",
-        "prefetch": 1,
-        "reduce_dtype": None,
-        "gradients": "sharded",
-    }
+    point = SearchPoint(
+        cluster=0,
+        layout="native",
+        wrap_policy="transformer",
+        wrap_classes=("Block",),
+        micro_batch=4,
+        accumulation=2,
+        checkpointing="full",
+        reshard_after_forward=True,
+        dp_replicate=2,
+        dp_shard=4,
+        cp=1,
+        cpu_offload=False,
+        optimizer_implementation="auto",
+        prefetch=1,
+        reduce_dtype=None,
+        gradients="sharded",
+    )
     values = point_values(point)
     assert {
         "hsdp": "2x4",
@@ -172,8 +174,8 @@ def test_suggestions_and_points_are_addresses() -> None:
         "reduce_dtype": "param",
     }.items() <= values.items()
 
-    def suggestion(settings: dict[str, object], **more: object) -> dict[str, object]:
-        return {"settings": settings, "environment": {}, "hardware": {}, **more}
+    def suggestion(settings: dict[str, object], **more: object) -> Suggestion:
+        return Suggestion("", settings, None, None, "", SuggestionKind.COMBINED, **more)  # type: ignore[arg-type]
 
     changed = changed_values(point, suggestion({"cpu_offload": True, "micro_batch": 1}))
     assert (changed["offload"], changed["micro_batch"], changed["checkpointing"]) == ("yes", "1", "full")

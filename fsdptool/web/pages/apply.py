@@ -21,10 +21,12 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import merge_into
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, decode
+from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import from_json
+from fsdptool.records.plan import Plan
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.report import plan_words as words
-from fsdptool.report.html import Links, changes_section
+from fsdptool.report.page.plan import Links, changes_section
 from fsdptool.web.changes import Change, content_of, target_of
 from fsdptool.web.emissions import QUICK_SECONDS, Source, read_source_of, submit
 from fsdptool.web.forms import Field
@@ -163,17 +165,18 @@ def _unfit(source: Source, document: Mapping[str, Any] | None) -> Unfit | None:
     """Return what to say about a plan without a chosen configuration; None for any other."""
     if document is None:
         return None
-    start = words.start_of_changes(document)["settings"]
+    plan = from_json(Plan, document)
+    start = words.start_of_changes(plan).settings
 
-    def change(suggestion: Mapping[str, Any]) -> str | None:
+    def change(suggestion: Suggestion) -> str | None:
         values = changed_values(start, suggestion) if source.question is not None else None
         return address_of(page.path, **{**source.values, **values, "search": "no"}) if values else None
 
     return Unfit(
-        words.headline(document),
-        tuple(words.shortfall(document)),
-        Markup(changes_section(document, Links(change=change))),
-        address_of(page.path, **{**source.values, "candidate": words.shown(document)["id"]}),
+        words.headline(plan),
+        tuple(words.shortfall(plan)),
+        Markup(changes_section(plan, Links(change=change))),
+        address_of(page.path, **{**source.values, "candidate": words.shown(plan).id}),
     )
 
 

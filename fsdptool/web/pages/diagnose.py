@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -18,10 +17,9 @@ from fsdptool.config.fixes import repair
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_folder
-from fsdptool.records.codec import to_json
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.diagnosis import divergence_lines, failure_place
-from fsdptool.report.train import memory_text
+from fsdptool.report.console.diagnosis import divergence_lines, failure_place
+from fsdptool.report.console.train import memory_text
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
 from fsdptool.web.judging import judge_text
 from fsdptool.web.page import Page, render, services
@@ -127,13 +125,12 @@ def _of_path(request: Request, target: str) -> Response:
 
 def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
     """Return what the template shows of a diagnosis."""
-    document: Mapping[str, Any] = to_json(answer)
     return {
-        "diagnosis": document,
-        "causes": [item for item in document["failures"] if not item["consequence"]],
-        "consequences": [item for item in document["failures"] if item["consequence"]],
-        "divergence": divergence_lines(document["divergence"]) if document["divergence"] is not None else (),
-        "memory": memory_text(document["memory"]) if document["memory"] is not None else "",
+        "diagnosis": answer,
+        "causes": [item for item in answer.failures if not item.consequence],
+        "consequences": [item for item in answer.failures if item.consequence],
+        "divergence": divergence_lines(answer.divergence) if answer.divergence is not None else (),
+        "memory": memory_text(answer.memory) if answer.memory is not None else "",
     }
 
 

@@ -15,7 +15,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.report.html_detection import detection_body
+from fsdptool.records.detection import ConsideredClass, Detection
+from fsdptool.records.diagnostic import read_answer
+from fsdptool.report.page.detection import detection_body
 from fsdptool.web import references, uploads
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
 from fsdptool.web.jobs import JobState
@@ -65,8 +67,8 @@ def show(request: Request) -> Response:
         return render(request, "model.html", status=400, error=job.error, job=job, **common)
     if job.state is not JobState.DONE:
         return render(request, "model.html", job=job, refresh=True, **common)
-    document = job.result["document"]
-    body = Markup(detection_body(document, _box))
+    answer = read_answer(Detection, job.result["document"])
+    body = Markup(detection_body(answer.body, answer.envelope.diagnostics, _box))
     plan = "/plan?" + urlencode(
         {"reference": values["reference"], **{k: values[k] for k in _DETAILS if k in values}}
     )
@@ -126,10 +128,10 @@ def _command(reference: str, wrap: list[str], values: Mapping[str, Any]) -> list
     return words
 
 
-def _box(item: Mapping[str, Any]) -> str:
+def _box(item: ConsideredClass) -> str:
     """Return the box that wraps a class or not."""
-    name = escape(item["name"], quote=True)
-    checked = " checked" if item["chosen"] else ""
+    name = escape(item.name, quote=True)
+    checked = " checked" if item.chosen else ""
     attributes = f'form="question" name="wrap" value="{name}" aria-label="wrap {name}"{checked}'
     return f'<input type="checkbox" {attributes}>'
 

@@ -14,8 +14,11 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.errors import FsdptoolError
+from fsdptool.planning.plan import own_plan
+from fsdptool.records.advice import Suggestion
+from fsdptool.records.plan import Candidate, Plan
 from fsdptool.report import plan_words as words
-from fsdptool.report.html import Links, candidates_section, findings_section, plan_parts
+from fsdptool.report.page.plan import Links, candidates_section, findings_section, plan_parts
 from fsdptool.web import plans
 from fsdptool.web.forms import with_error
 from fsdptool.web.jobs import Job, JobState
@@ -70,7 +73,7 @@ def show(request: Request) -> Response:
         return render(request, "plan.html", status=400, error=job.error, job=job, **common)
     if job.state is not JobState.DONE:
         return render(request, "plan.html", job=job, refresh=True, **common)
-    return _answer(request, question, job.result, front, common)
+    return _answer(request, question, own_plan(job.result), front, common)
 
 
 def _front(request: Request, question: Question) -> _Front:
@@ -85,41 +88,41 @@ def _front(request: Request, question: Question) -> _Front:
 
 
 def _answer(
-    request: Request, question: Question, document: Mapping[str, Any], front: _Front, common: dict[str, Any]
+    request: Request, question: Question, plan: Plan, front: _Front, common: dict[str, Any]
 ) -> Response:
-    shown = words.shown(document)
     base = front.question.query
 
-    def pick(candidate: Mapping[str, Any]) -> str | None:
-        if candidate["settings"]["cluster"]:
+    def pick(candidate: Candidate) -> str | None:
+        if candidate.settings.cluster:
             return None
-        values = {**_without(base), **plans.point_values(candidate["settings"]), "search": "no"}
+        values = {**_without(base), **plans.point_values(candidate.settings), "search": "no"}
         return plans.address(values, front=front.query) + ANSWER
 
-    def change(suggestion: Mapping[str, Any]) -> str | None:
-        values = plans.changed_values(words.start_of_changes(document)["settings"], suggestion)
+    def change(suggestion: Suggestion) -> str | None:
+        values = plans.changed_values(words.start_of_changes(plan).settings, suggestion)
         if values is None:
             return None
         return (
             plans.address({**_without(question.query), **values, "search": "no"}, front=front.query) + ANSWER
         )
 
-    links = Links(candidate=pick, change=change, marked=shown["settings"], cursor=True, others=False)
-    parts = {name: Markup(text) for name, text in plan_parts(document, links).items()}
-    searched: Mapping[str, Any] | None = document
+    marked = words.shown(plan).settings
+    links = Links(candidate=pick, change=change, marked=marked, cursor=True, others=False)
+    parts = {name: Markup(text) for name, text in plan_parts(plan, links).items()}
+    searched: Plan | None = plan
     if front.job is not None:
         front.job.wait(QUICK_SECONDS)
-        searched = front.job.result if front.job.state is JobState.DONE else None
+        searched = own_plan(front.job.result) if front.job.state is JobState.DONE else None
     candidates = candidates_section(searched, links) if searched is not None else ""
     return render(
         request,
         "plan.html",
         parts=parts,
-        applicable=document["chosen"] is not None,
-        headline=words.headline(document),
-        shortfall=words.shortfall(document),
+        applicable=plan.chosen is not None,
+        headline=words.headline(plan),
+        shortfall=words.shortfall(plan),
         candidates=Markup(candidates),
-        findings=Markup(findings_section(document)),
+        findings=Markup(findings_section(plan)),
         front_job=front.job if searched is None else None,
         refresh=searched is None,
         search=plans.address({**_without(question.query), "search": "yes"}),

@@ -19,8 +19,7 @@ from starlette.routing import Route
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_file
 from fsdptool.launch.processes import stop_run
-from fsdptool.records.codec import to_json
-from fsdptool.report.queue import note_text
+from fsdptool.report.console.queue import note_text
 from fsdptool.runs.folder import RUN
 from fsdptool.runs.manifest import is_plain_file
 from fsdptool.web.page import render, render_part, services
@@ -101,8 +100,7 @@ def _not_begun(request: Request, name: str) -> dict[str, Any] | None:
     row = queue.latest(folder)
     if row is None:
         return None
-    entry = to_json(next(item for item in queue.report().entries if item.id == row.id))
-    show_names(shared.roots, entry)
+    entry = show_names(shared.roots, next(item for item in queue.report().entries if item.id == row.id))
     return {
         "name": shared.roots.name_of(folder),
         "entry": entry,

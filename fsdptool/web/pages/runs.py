@@ -24,8 +24,8 @@ from fsdptool.files.text import is_file
 from fsdptool.launch.machine import registry_folders
 from fsdptool.launch.queue import Direction
 from fsdptool.records.codec import to_json
-from fsdptool.records.queue import RunRequest
-from fsdptool.report.queue import needs_text, note_text
+from fsdptool.records.queue import QueueEntry, RunRequest
+from fsdptool.report.console.queue import needs_text, note_text
 from fsdptool.runs.folder import RUN
 from fsdptool.web.forms import Field, parse_record, record_fields, with_error
 from fsdptool.web.page import Page, group_of, render, render_part, services
@@ -50,42 +50,51 @@ def _values(request: Request) -> dict[str, Any]:
     """Return what the tables of the page show."""
     shared = services(request)
     problem = shared.queue.problem
-    entries: list[dict[str, Any]] = []
+    entries: tuple[QueueEntry, ...] = ()
     scheduler: int | None = None
     try:
-        report = to_json(shared.queue.queue.report())
-        scheduler, entries = report["scheduler"], report["entries"]
+        report = shared.queue.queue.report()
+        scheduler, entries = report.scheduler, report.entries
     except FsdptoolError as error:
         problem = error
-    for entry in entries:
-        show_names(shared.roots, entry)
-        entry["begun"] = is_file(Path(entry["folder"]) / RUN)
-        entry["needs_text"], entry["note"] = needs_text(entry), note_text(entry)
-        entry["name"] = _name(shared.roots, entry["folder"])
-        entry["when"] = moment_text(entry["ended"] or entry["started"] or entry["added"])
-        entry["pending"] = entry["state"] in ("waiting", "held")
-        entry["active"] = entry["state"] in ("starting", "running")
     with shared.roots.confine(*registry_folders()):
-        listed = to_json(list_runs(tuple(shared.roots.folders.values()), read=read_known_view))
-    lost = {run["folder"]: run["lost_steps"] for run in listed["runs"]}
-    for entry in entries:
-        entry["lost_steps"] = lost.get(entry["folder"], 0)
-    for run in listed["runs"]:
-        run["name"] = _name(shared.roots, run["folder"])
-        run["when"] = moment_text(run["started"])
+        listed = list_runs(tuple(shared.roots.folders.values()), read=read_known_view)
+    lost = {run.folder: run.lost_steps for run in listed.runs}
     return {
         "problem_of_queue": problem,
-        "entries": entries,
+        "entries": [
+            {
+                **to_json(entry),
+                "begun": is_file(Path(entry.folder) / RUN),
+                "needs_text": needs_text(entry),
+                "note": note_text(show_names(shared.roots, entry)),
+                "name": _name(shared.roots, entry.folder),
+                "when": moment_text(entry.ended or entry.started or entry.added),
+                "pending": entry.state.pending,
+                "active": entry.state.active,
+                "lost_steps": lost.get(entry.folder, 0),
+            }
+            for entry in entries
+        ],
         "scheduler": scheduler,
-        "runs": listed["runs"],
-        "unreadable": listed["unreadable"],
+        "runs": [
+            {
+                **to_json(run),
+                "name": _name(shared.roots, run.folder),
+                "when": moment_text(run.started),
+            }
+            for run in listed.runs
+        ],
+        "unreadable": listed.unreadable,
     }
 
 
-def show_names(roots: Roots, entry: dict[str, Any]) -> None:
-    """Name the run that an entry (a document) waits for as pages name it, where it is below a root."""
-    if (wait := entry["wait"]) is not None:
-        wait["holder"] = _name(roots, wait["holder"]) or wait["holder"]
+def show_names(roots: Roots, entry: QueueEntry) -> QueueEntry:
+    """Return an entry that names the run it waits for as pages name it, where that is below a root."""
+    if entry.wait is None:
+        return entry
+    holder = _name(roots, entry.wait.holder) or entry.wait.holder
+    return replace(entry, wait=replace(entry.wait, holder=holder))
 
 
 def _name(roots: Roots, folder: str) -> str | None:

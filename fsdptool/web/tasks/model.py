@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdptool.inspection.document import View, detect_document
+from fsdptool.inspection.document import View, describe
 from fsdptool.records.recipe import Layout
 
 
@@ -44,7 +44,7 @@ def detect(
     if wrap:
         inspection = examine(spec, wrap=tuple(wrap))
     inspection, published = detected(inspection)
-    document = detect_document(
+    answer = describe(
         inspection,
         world_size=world_size,
         layout=layout,
@@ -52,4 +52,4 @@ def detect(
         published=published,
         diagnostics=load_registry().diagnostics,
     )
-    return {"document": document, "detected": list(plain.anatomy.wrap.classes)}
+    return {"document": answer.document(), "detected": list(plain.anatomy.wrap.classes)}

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from fsdptool.formatting import amount, printable, printable_lines
+from fsdptool.records.plan import Candidate
+from fsdptool.records.run import Summary
 from fsdptool.runs.work import Countdown, left_text
 
 
@@ -172,10 +174,10 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | None]) -> str:
+def closing_text(summary: Summary, folder: str, losses: list[float | None]) -> str:
     """Return the closing summary."""
-    lines = [f"{summary['status']}: {summary['steps']} steps on {summary['world_size']} ranks"]
-    proof = summary["sharding_proof"]
+    lines = [f"{summary.status}: {summary.steps} steps on {summary.world_size} ranks"]
+    proof = summary.sharding_proof
     if proof:
         lines.append(f"  sharding     {proof_text(proof)}")
         if proof.get("quantised"):
@@ -188,13 +190,13 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
     finite = [loss for loss in losses if loss is not None]
     if finite:
         lines.append(f"  loss         {finite[0]:.4f} -> {finite[-1]:.4f}")
-    lines.append(f"  peak memory  predicted {amount(summary['predicted_peak_bytes'])} per rank")
-    for rank, value in enumerate(summary["measured_peak_bytes"]):
+    lines.append(f"  peak memory  predicted {amount(summary.predicted_peak_bytes)} per rank")
+    for rank, value in enumerate(summary.measured_peak_bytes):
         lines.append(f"               rank {rank} measured {amount(value)}")
-    if summary["error_percent"] is not None:
-        lines.append(f"               error {round(summary['error_percent'], 2) + 0.0:+.2f} %")
-    lines.append(f"  instrument   {summary['instrument']}")
-    rates = summary["throughput"]
+    if summary.error_percent is not None:
+        lines.append(f"               error {round(summary.error_percent, 2) + 0.0:+.2f} %")
+    lines.append(f"  instrument   {summary.instrument}")
+    rates = summary.throughput
     if rates.get("step_seconds_median") is not None:
         tokens = rates.get("tokens_per_second")
         rate = (
@@ -204,12 +206,12 @@ def closing_text(summary: Mapping[str, Any], folder: str, losses: list[float | N
         )
         median, p95 = rates["step_seconds_median"], rates["step_seconds_p95"]
         lines.append(f"  throughput   {rate}, step {median:.3f} s median, {p95:.3f} s p95")
-    if summary["last_checkpoint"]:
-        lines.append(f"  checkpoint   {folder}/{summary['last_checkpoint']}")
-    if summary["export"]:
-        lines.append(f"  export       {folder}/{summary['export']}")
-    if summary["restarts"]:
-        lines.append(f"  restarts     {summary['restarts']}")
+    if summary.last_checkpoint:
+        lines.append(f"  checkpoint   {folder}/{summary.last_checkpoint}")
+    if summary.export:
+        lines.append(f"  export       {folder}/{summary.export}")
+    if summary.restarts:
+        lines.append(f"  restarts     {summary.restarts}")
     return "\n".join(lines) + "\n"
 
 
@@ -235,8 +237,8 @@ def memory_text(account: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plan_text(prediction: Mapping[str, Any] | None) -> str:
+def plan_text(prediction: Candidate | None) -> str:
     """Return what the plan says before the run, in one line."""
-    if prediction is None or prediction.get("allocated_peak_bytes") is None:
+    if prediction is None or prediction.allocated_peak_bytes is None:
         return "predicted peak per rank: unknown"
-    return f"predicted peak per rank: {amount(prediction['allocated_peak_bytes'])} allocated"
+    return f"predicted peak per rank: {amount(prediction.allocated_peak_bytes)} allocated"

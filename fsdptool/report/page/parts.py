@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
-from fsdptool.report.html_style import STYLE
+from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
+from fsdptool.report.page.style import STYLE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing may be fetched and nothing may run, whatever a model's name contains."""
@@ -85,12 +85,12 @@ def _labelled(row: str, heads: Sequence[str]) -> str:
 _CELLS = re.compile("<t[hd](?=[ >])")
 
 
-def foot(document: Mapping[str, Any]) -> str:
-    """Return what a document was made with, as the end of its page."""
-    libraries = ", ".join(f"{name} {version}" for name, version in document["libraries"].items())
+def foot(inputs_digest: str) -> str:
+    """Return what an answer was made with, and the digest of its inputs, as the end of its page."""
+    libraries = ", ".join(f"{name} {version}" for name, version in library_versions().items())
     return (
-        f"<footer><p>fsdptool {escape(document['tool_version'])}; {escape(libraries)}.<br>"
-        f"{escape(document['inputs_digest'])}</p></footer>"
+        f"<footer><p>fsdptool {escape(tool_version())}; {escape(libraries)}.<br>"
+        f"{escape(inputs_digest)}</p></footer>"
     )
 
 
@@ -124,15 +124,19 @@ def notes(texts: Iterable[str]) -> str:
     return f'<ul class="notes">{lines}</ul>' if lines else ""
 
 
-def findings(diagnostics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section of findings, or nothing where there are none."""
+def finding_lines(diagnostics: Iterable[Diagnostic]) -> list[str]:
+    """Return findings as items of a list."""
     lines = []
     for item in diagnostics:
-        more = f"<br><small>{escape(item['help'])}</small>" if item.get("help") else ""
-        lines.append(
-            f"<li><b>{item['severity']}</b> {escape(item['code'])}: {escape(item['message'])}{more}</li>"
-        )
-    return section("Findings", f'<ul class="notes">{"".join(lines)}</ul>' if lines else "")
+        more = f"<br><small>{escape(item.help)}</small>" if item.help else ""
+        lines.append(f"<li><b>{item.severity}</b> {escape(item.code)}: {escape(item.message)}{more}</li>")
+    return lines
+
+
+def findings(diagnostics: Iterable[Diagnostic]) -> str:
+    """Return the section of findings, or nothing where there are none."""
+    lines = "".join(finding_lines(diagnostics))
+    return section("Findings", f'<ul class="notes">{lines}</ul>' if lines else "")
 
 
 def breaking(text: str) -> str:

@@ -10,10 +10,12 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TextIO
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TextIO
 
 from fsdptool.formatting import printable
+from fsdptool.records.codec import key_of
+from fsdptool.records.diagnostic import Diagnostic
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -283,16 +285,20 @@ def print_rows(
         writer.writerow(["" if value is None else printable(str(value)) for value in row])
 
 
-def print_finding(severity: str, code: str, message: str, help: str | None) -> None:
-    """Print one diagnostic: severity, code, message, and what to do on the next line."""
-    print_line(f"{severity}: {message} [{code}]", style=_SEVERITY_STYLE.get(severity))
-    if help:
-        print_line(f"    {help}", style="dim" if severity == "info" else None)
+def print_findings(diagnostics: Iterable[Diagnostic]) -> None:
+    """Print diagnostics: severity, message, code, and what to do on the next line."""
+    for item in diagnostics:
+        print_line(f"{item.severity}: {item.message} [{item.code}]", style=_SEVERITY_STYLE[item.severity])
+        if item.help:
+            print_line(f"    {item.help}", style="dim" if item.severity == "info" else None)
 
 
-def count(value: int) -> str:
-    """Return a parameter count as a person reads it, for example ``8.03 B``."""
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}" if value < 100 * size else f"{value / size:.0f} {unit}"
-    return str(value)
+def print_records(records: Sequence[Any], separator: Literal["tsv", "csv"]) -> None:
+    """Print records of one class as rows, with their JSON keys as column names."""
+    shown = fields(records[0]) if records else ()
+    rows = [[_joined(getattr(item, field.name)) for field in shown] for item in records]
+    print_rows([key_of(field) for field in shown], rows, separator=separator)
+
+
+def _joined(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

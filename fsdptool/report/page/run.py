@@ -10,9 +10,11 @@ from html import escape
 from typing import Any
 
 from fsdptool.formatting import amount, elapsed, printable
-from fsdptool.report.html_charts import NARROW, in_both_widths
-from fsdptool.report.html_page import foot, html_table, page
-from fsdptool.report.train import Progress
+from fsdptool.records.diagnostic import Answer
+from fsdptool.records.run import PhaseMemory, RunView
+from fsdptool.report.console.train import Progress
+from fsdptool.report.page.charts import NARROW, in_both_widths
+from fsdptool.report.page.parts import foot, html_table, page
 from fsdptool.runs.history import History
 
 _HEIGHT, _TOP, _BOTTOM = 260, 14, 214
@@ -27,87 +29,89 @@ RUN_STYLE = """.loss{fill:none;stroke:var(--accent);stroke-width:1.8}
 """What the page of a run needs besides the style sheet of all pages."""
 
 
-def run_page(document: Mapping[str, Any], history: History) -> str:
+def run_page(answer: Answer[RunView], history: History) -> str:
     """Return the page of a run, as HTML text.
 
     Args:
-        document: The run as ``fsdptool watch --format json`` prints it.
+        answer: The run as it stands.
         history: The course of the run.
     """
-    sections = (f"<style>{RUN_STYLE}</style>", *run_parts(document, history).values(), foot(document))
-    title = f"{document['model'] or document['folder']}: {document['state']}"
+    view = answer.body
+    parts = run_parts(view, history).values()
+    sections = (f"<style>{RUN_STYLE}</style>", *parts, foot(answer.envelope.inputs_digest))
+    title = f"{view.model or view.folder}: {view.state}"
     return page(printable(title), "\n".join(section for section in sections if section))
 
 
-def run_parts(document: Mapping[str, Any], history: History) -> dict[str, str]:
+def run_parts(view: RunView, history: History) -> dict[str, str]:
     """Return the sections of a run's page by name, in order; a section without anything to show is empty.
 
     Args:
-        document: The run as ``fsdptool watch --format json`` prints it.
+        view: The run as it stands.
         history: The course of the run.
     """
     return {
-        "head": _head(document),
-        "failure": _failure(document),
+        "head": _head(view),
+        "failure": _failure(view),
         "loss": _loss(history),
-        "rate": _rate(history, document),
-        "memory": _memory(document),
-        "ranks": _ranks(document),
+        "rate": _rate(history, view),
+        "memory": _memory(view),
+        "ranks": _ranks(view),
         "events": _events(history),
     }
 
 
-def _head(run: Mapping[str, Any]) -> str:
-    total = run["total_steps"]
-    cards = [("steps", str(run["step"]), f"of {total}" if total else "")]
-    if run["loss"] is not None:
-        cards.append(("loss", f"{run['loss']:.4f}", "last step"))
-    if run["tokens_per_second"] is not None:
-        cards.append(("throughput", f"{run['tokens_per_second']:,.0f} tokens/s", _per_step(run)))
-    elif run["samples_per_second"] is not None:
-        cards.append(("throughput", f"{run['samples_per_second']:,.2f} samples/s", _per_step(run)))
-    if run["measured_peak_bytes"] is not None:
-        planned = run["predicted_peak_bytes"]
+def _head(run: RunView) -> str:
+    total = run.total_steps
+    cards = [("steps", str(run.step), f"of {total}" if total else "")]
+    if run.loss is not None:
+        cards.append(("loss", f"{run.loss:.4f}", "last step"))
+    if run.tokens_per_second is not None:
+        cards.append(("throughput", f"{run.tokens_per_second:,.0f} tokens/s", _per_step(run)))
+    elif run.samples_per_second is not None:
+        cards.append(("throughput", f"{run.samples_per_second:,.2f} samples/s", _per_step(run)))
+    if run.measured_peak_bytes is not None:
+        planned = run.predicted_peak_bytes
         note = f"planned {amount(planned)}" if planned is not None else "not planned"
-        cards.append(("allocated peak, measured", amount(run["measured_peak_bytes"]), note))
-    if run["eta_seconds"] is not None:
-        cards.append(("remaining", elapsed(run["eta_seconds"]), "estimate"))
-    if run["last_checkpoint"] is not None:
-        cards.append(("checkpoint", f"step {run['last_checkpoint']}", "newest complete one"))
+        cards.append(("allocated peak, measured", amount(run.measured_peak_bytes), note))
+    if run.eta_seconds is not None:
+        cards.append(("remaining", elapsed(run.eta_seconds), "estimate"))
+    if run.last_checkpoint is not None:
+        cards.append(("checkpoint", f"step {run.last_checkpoint}", "newest complete one"))
     figures = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in cards
     )
-    ranks = f"{run['world_size']} rank{'s' if run['world_size'] != 1 else ''}"
-    place = ", ".join((*run["nodes"], *(f"GPU {gpu}" for gpu in run["gpus"]))) or run["device"]
-    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run["started"]))
+    ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
+    place = ", ".join((*run.nodes, *(f"GPU {gpu}" for gpu in run.gpus))) or run.device
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started))
     return (
-        f'<header><p class="soft">{escape(_safe(run["folder"]))} · {ranks} on {escape(_safe(place))}'
+        f'<header><p class="soft">{escape(_safe(run.folder))} · {ranks} on {escape(_safe(place))}'
         f" · started {started}</p>"
-        f'<h1>{escape(_safe(run["model"] or "run"))}: <span class="{_STATES.get(run["state"], "unknown")}">'
-        f"{run['state']}</span></h1><dl>{figures}</dl></header>"
+        f'<h1>{escape(_safe(run.model or "run"))}: <span class="{_STATES.get(run.state, "unknown")}">'
+        f"{run.state}</span></h1><dl>{figures}</dl></header>"
     )
 
 
-def _per_step(run: Mapping[str, Any]) -> str:
-    return f"{run['step_seconds']:.3g} s per step" if run["step_seconds"] is not None else ""
+def _per_step(run: RunView) -> str:
+    return f"{run.step_seconds:.3g} s per step" if run.step_seconds is not None else ""
 
 
 def _safe(text: object) -> str:
     return printable(str(text))
 
 
-def _failure(run: Mapping[str, Any]) -> str:
-    failure = run["failure"]
+def _failure(run: RunView) -> str:
+    failure = run.failure
     if failure is None:
-        if run["state"] != "dead":
+        if run.state != "dead":
             return ""
         text = "The processes are gone, and no summary says how the run ended."
         return f'<section><h2>How it ended</h2><p class="run-note">{text}</p></section>'
-    advice = f"<br>{escape(_safe(failure['help']))}" if failure["help"] else ""
+    advice = f"<br>{escape(_safe(failure.help))}" if failure.help else ""
     return (
         '<section><h2>How it ended</h2><p class="run-note"><b class="does_not_fit">'
-        f"{escape(_safe(failure['message']))}</b>{advice}</p></section>"
+        f"{escape(_safe(failure.message))}</b>{advice}</p></section>"
     )
 
 
@@ -118,7 +122,7 @@ def _loss(history: History) -> str:
     return _chart_section("Loss", chart, f"{_thinned(history)}{marks}")
 
 
-def _rate(history: History, run: Mapping[str, Any]) -> str:
+def _rate(history: History, run: RunView) -> str:
     # The first step of a run compiles and allocates.
     points = [(point.step, point.rate) for point in history.points[1:] if point.rate is not None]
     chart = _curves("Throughput", f"{history.unit}/s", points, "{:,.4g}".format, zero=True)
@@ -211,24 +215,22 @@ def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(begin, end + 1)]
 
 
-def _memory(run: Mapping[str, Any]) -> str:
-    phases = [phase for phase in run["memory"] if phase["predicted_bytes"] or phase["measured_bytes"]]
+def _memory(run: RunView) -> str:
+    phases = [phase for phase in run.memory if phase.predicted_bytes or phase.measured_bytes]
     if not phases:
         return ""
     rows = []
-    most = max(phase[key] or 0 for phase in phases for key in ("predicted_bytes", "measured_bytes"))
+    most = max(max(phase.predicted_bytes or 0, phase.measured_bytes or 0) for phase in phases)
     for phase in phases:
-        planned, seen = phase["predicted_bytes"], phase["measured_bytes"]
-        known = planned is not None and seen
-        error = f"{round(100.0 * (planned - seen) / seen, 1) + 0.0:+.1f} %" if known else ""
+        planned, seen = phase.predicted_bytes, phase.measured_bytes
         cells = (
             amount(planned) if planned is not None else "not planned",
             amount(seen) if seen is not None else "not measured",
-            error,
+            f"{phase.error_percent:+.1f} %" if phase.error_percent is not None else "",
         )
         figures = "".join(f'<td class="n">{cell}</td>' for cell in cells)
         rows.append(
-            f'<tr><th scope="row">{escape(_safe(phase["name"]))}</th>'
+            f'<tr><th scope="row">{escape(_safe(phase.name))}</th>'
             f'<td class="wide">{_pair(phase, most)}</td>{figures}</tr>'
         )
     heads = ("phase", "planned above measured", "planned", "measured", "error")
@@ -240,29 +242,29 @@ def _memory(run: Mapping[str, Any]) -> str:
     return f"<section><h2>Memory against the plan</h2>{key}{table}</section>"
 
 
-def _pair(phase: Mapping[str, Any], most: int) -> str:
+def _pair(phase: PhaseMemory, most: int) -> str:
     """Return two bars, planned above measured bytes, as parts of the largest figure of all phases."""
     bars = "".join(
-        f'<rect class="{kind}" x="0" y="{y}" width="{max(phase[key] / most * 100, 0.3):.2f}" height="4"/>'
-        for kind, key, y in (("planned", "predicted_bytes", 1), ("measured", "measured_bytes", 6))
-        if phase[key] is not None
+        f'<rect class="{kind}" x="0" y="{y}" width="{max(size / most * 100, 0.3):.2f}" height="4"/>'
+        for kind, size, y in (("planned", phase.predicted_bytes, 1), ("measured", phase.measured_bytes, 6))
+        if size is not None
     )
     return (
         f'<svg viewBox="0 0 100 11" preserveAspectRatio="none" class="pair" aria-hidden="true">{bars}</svg>'
     )
 
 
-def _ranks(run: Mapping[str, Any]) -> str:
-    if not run["ranks"]:
+def _ranks(run: RunView) -> str:
+    if not run.ranks:
         return ""
-    latest = max(rank["progressed"] for rank in run["ranks"])
+    latest = max(rank.progressed for rank in run.ranks)
     rows = []
-    for rank in run["ranks"]:
-        step = rank["step"] if rank["step"] is not None else ""
-        waits = "for other ranks" if rank["waiting"] else ""
+    for rank in run.ranks:
+        step = rank.step if rank.step is not None else ""
+        waits = "for other ranks" if rank.waiting else ""
         rows.append(
-            f'<tr><th scope="row">{rank["rank"]}</th><td>{escape(_safe(rank["phase"]))}</td>'
-            f'<td class="n">{step}</td><td class="n">{elapsed(latest - rank["progressed"])}</td>'
+            f'<tr><th scope="row">{rank.rank}</th><td>{escape(_safe(rank.phase))}</td>'
+            f'<td class="n">{step}</td><td class="n">{elapsed(latest - rank.progressed)}</td>'
             f"<td>{waits}</td></tr>"
         )
     heads = ("rank", "last phase", "step", "behind", "waiting")

@@ -1,0 +1,1 @@
+"""What commands print to a terminal, a pipe or a log."""

@@ -1,0 +1,210 @@
+"""Findings and effective settings as text: with source lines, or one line each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fsdptool.config.rules import RULES
+from fsdptool.formatting import printable
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.report.code_scanning import listed
+from fsdptool.report.console.tables import layout_table, wrap_line
+
+if TYPE_CHECKING:
+    from fsdptool.config.result import Reading, Verdict
+    from fsdptool.records.config_documents import CodeCount
+
+_COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
+_WIDTH = 160
+
+
+def colour_wanted() -> bool:
+    """Whether to write colours: a terminal and no NO_COLOR (no-color.org), or FORCE_COLOR."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
+
+
+def render_text(
+    readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False, width: int | None = None
+) -> str:
+    """Return every finding with its place in the source.
+
+    Args:
+        readings: The files.
+        colour: Write terminal colours.
+        quiet: Leave out findings of severity ``info``.
+        width: Columns of the terminal, to which lines are broken between words; None breaks none.
+    """
+    columns = width or sys.maxsize
+    return "".join(_block(reading, item, colour, columns) for reading, item in listed(readings, quiet))
+
+
+def _block(reading: Reading, item: Diagnostic, colour: bool, width: int) -> str:
+    lines = wrap_line(_head(reading, item, colour), width)
+    if item.line is not None and item.column is not None and reading.source is not None:
+        lines.extend(_snippet(reading, item, colour, min(width, _WIDTH)))
+    if item.help:
+        lines.extend(wrap_line(f"  help: {printable(item.help)}", width))
+    if item.fix is not None:
+        option = "--fix" if item.fix.safe else "--unsafe-fixes"
+        lines.extend(wrap_line(f"  fix ({option}): {printable(item.fix.description)}", width))
+    return "\n".join(lines) + "\n\n"
+
+
+def _head(reading: Reading, item: Diagnostic, colour: bool) -> str:
+    severity = paint(item.severity, item.severity, colour)
+    return f"{place(reading, item)}: {severity} {item.code} {printable(item.message)}"
+
+
+def place(reading: Reading, item: Diagnostic) -> str:
+    """Return ``file:line:column`` as far as it is known."""
+    path = printable(item.path or reading.path or "<text>")
+    return path if item.line is None else f"{path}:{item.line}:{item.column}"
+
+
+def paint(text: str, severity: str, colour: bool) -> str:
+    """Return the text in the colour of a severity."""
+    return f"\x1b[{_COLOURS[severity]}m{text}\x1b[0m" if colour else text
+
+
+def _snippet(reading: Reading, item: Diagnostic, colour: bool, width: int) -> list[str]:
+    assert reading.source is not None and item.line is not None and item.column is not None
+    source = reading.source.line(item.line)
+    if not source.strip():
+        return []
+    start = item.column - 1
+    end = len(source)
+    if item.end_line == item.line and item.end_column is not None:
+        end = max(item.end_column - 1, start + 1)
+    number = str(item.line)
+    # A caret under a long line: show the part around it.
+    room = max(width - len(number) - len("   | "), 20)
+    offset = max(0, start - room // 2) if len(source) > room else 0
+    shown = printable(source[offset : offset + room])
+    caret = " " * (start - offset) + "^" * max(1, min(end, offset + room) - start)
+    return [f"  {number} | {shown}", f"  {' ' * len(number)} | {paint(caret, item.severity, colour)}"]
+
+
+def render_concise(readings: Iterable[Reading], *, colour: bool = False, quiet: bool = False) -> str:
+    """Return one line per finding: ``file:line:column: severity CODE message``; [*] marks a safe fix."""
+    lines = []
+    for reading, item in listed(readings, quiet):
+        mark = " [*]" if item.fix is not None and item.fix.safe else ""
+        named = paint(f"{item.severity} {item.code}", item.severity, colour)
+        lines.append(f"{place(reading, item)}: {named}{mark} {printable(item.message)}\n")
+    return "".join(lines)
+
+
+def render_statistics(
+    counts: Iterable[CodeCount], *, colour: bool = False, quiet: bool = False, width: int | None = None
+) -> str:
+    """Return one line per code: how often it was found, its severity, and its title.
+
+    Args:
+        counts: The codes, in the order of the table.
+        colour: Write terminal colours.
+        quiet: Leave out those of severity ``info``.
+        width: Columns of the terminal, to which lines are broken between words; None breaks none.
+    """
+    rows = [row for row in counts if not (quiet and row.severity == "info")]
+    digits = max((len(str(row.count)) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        fixable = f" ({row.fixable} with a fix)" if row.fixable else ""
+        severity = paint(f"{row.severity:<7}", row.severity, colour)
+        line = f"{row.count:>{digits}}  {severity}  {row.code}  {RULES[row.code].title}{fixable}"
+        lines.extend(wrap_line(line, width) if width is not None else [line])
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_summary(verdict: Verdict, accepted: int = 0) -> str:
+    """Return the closing line.
+
+    Args:
+        verdict: All files.
+        accepted: Number of findings that a baseline holds back.
+    """
+    judged = len(verdict.readings) - verdict.passed_over
+    text = f"{judged} file{'s' * (judged != 1)}: "
+    if verdict.errors or verdict.warnings:
+        text += (
+            f"{verdict.errors} error{'s' * (verdict.errors != 1)}, "
+            f"{verdict.warnings} warning{'s' * (verdict.warnings != 1)}"
+        )
+        text += f", {verdict.fixable} fixable (--fix, --unsafe-fixes)" if verdict.fixable else ""
+    else:
+        text += "no errors, no warnings"
+    if verdict.passed_over:
+        text += f"; {verdict.passed_over} of other programs skipped"
+    if accepted:
+        text += f"; {accepted} old finding{'s' * (accepted != 1)} in the baseline"
+    return text + "\n"
+
+
+DTYPE_WORDS = {
+    "stored": "trained parameters and optimizer states",
+    "gathered": "parameters after the all-gather",
+    "computed": "layers",
+    "reduced": "gradients while they are reduced",
+    "outputs": "outputs of the model, and a loss that its forward computes",
+    "saved": "trained parameters in checkpoints",
+}
+_AS_LOADED = "as loaded"
+
+
+def _room(width: int | None) -> int | None:
+    return width - 2 if width is not None else None
+
+
+def render_explanation(reading: Reading, *, width: int | None = None) -> str:
+    """Return settings, values and origins in columns, then what was ignored, then the findings.
+
+    Args:
+        reading: What was read.
+        width: Columns of the terminal; None is as many as the text needs.
+    """
+    lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    findings = render_concise([reading]).splitlines()
+    if reading.version is not None:
+        lines.append(f"FSDP version {reading.version} runs")
+    elif any(item.code == "FSD116" for item in reading.diagnostics):
+        lines.append("Whether FSDP runs is not known: a file was not read")
+    elif reading.dialect is not None:
+        lines.append("FSDP does not run")
+    if reading.effective:
+        lines.append("")
+        rows = [(item.key, printable(shown(item.value)), item.origin) for item in reading.effective]
+        cells = [("setting", "value", "origin"), *rows]
+        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=_room(width)))
+    if reading.dtypes is not None:
+        lines.append("")
+        pairs = [(name, getattr(reading.dtypes, name) or _AS_LOADED) for name in DTYPE_WORDS]
+        described = [(name, dtype, DTYPE_WORDS[name]) for name, dtype in pairs]
+        cells = [("dtype", "value", "of"), *described]
+        lines.extend(f"  {line.text}" for line in layout_table(cells, optional=(2,), width=_room(width)))
+    if reading.ignored:
+        lines.append("")
+        lines.append("ignored:")
+        lines.extend(
+            f"  {f'line {item.line}: ' if item.line else ''}{item.key} = {shown(item.value)} ({item.reason})"
+            for item in reading.ignored
+        )
+    if findings:
+        lines += ["", *findings]
+    printed = (wrap_line(printable(line), width or sys.maxsize) for line in lines)
+    return "".join(f"{line}\n" for part in printed for line in part)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a person would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "-"
+    return str(value)

@@ -1,0 +1,1 @@
+"""Pages and pictures: HTML and SVG in one file each, without scripts or requests."""

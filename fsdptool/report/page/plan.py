@@ -1,0 +1,343 @@
+"""A plan as one self-contained page: no network, no script; keyboard, print, light and dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html import escape
+
+from fsdptool.formatting import amount
+from fsdptool.records.advice import Suggestion
+from fsdptool.records.codec import to_json
+from fsdptool.records.diagnostic import digest
+from fsdptool.records.plan import Candidate, Plan, SearchPoint
+from fsdptool.report import plan_words as words
+from fsdptool.report.page import charts
+from fsdptool.report.page.parts import finding_lines, foot, html_table, page
+from fsdptool.report.page.style import CHARTS, DARK, LIGHT
+from fsdptool.report.plan_words import duration
+
+
+def plan_page(plan: Plan) -> str:
+    """Return the page of a plan plan, as HTML text."""
+    return page(words.headline(plan), plan_body(plan))
+
+
+def plan_file(plan: Plan, suffix: str) -> str:
+    """Return the text of a plan's file: a picture for ``.svg``, a page for any other suffix."""
+    return plan_picture(plan) if suffix == ".svg" else plan_page(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a page that answers requests adds to the sections; a written page has none of it.
+
+    Attributes:
+        candidate: From a candidate to the address that shows it, or None.
+        change: From a suggestion to the address with that change, or None where options cannot say it.
+        marked: Settings of the candidate that is shown elsewhere on the page, to mark in the chart.
+        cursor: Whether a script moves a cursor over the timeline.
+        others: Whether to list candidates that are neither chosen nor on the front.
+    """
+
+    candidate: Callable[[Candidate], str | None] = lambda _: None
+    change: Callable[[Suggestion], str | None] = lambda _: None
+    marked: SearchPoint | None = None
+    cursor: bool = False
+    others: bool = True
+
+
+def plan_body(plan: Plan) -> str:
+    """Return the page's sections."""
+    sections = [*plan_parts(plan).values(), candidates_section(plan)]
+    sections += [findings_section(plan), _inputs(plan), foot(digest(plan.inputs))]
+    return "\n".join(section for section in sections if section)
+
+
+def plan_parts(plan: Plan, links: Links = Links()) -> dict[str, str]:
+    """Return the sections about the shown candidate by name, in order; some may be empty."""
+    candidate = words.shown(plan)
+    return {
+        "head": _head(plan, candidate),
+        "memory": _memory(candidate, links),
+        "time": _time(candidate),
+        "offers": _offers(plan),
+        "changes": changes_section(plan, links),
+        "settings": _settings(plan, candidate),
+    }
+
+
+def _head(plan: Plan, candidate: Candidate) -> str:
+    verdict = plan.verdict
+    model = plan.inputs.model
+    where = plan.details.clusters[candidate.settings.cluster]
+    title = f"{escape(model.reference)} on {escape(where)}"
+    figures = [
+        ("memory per rank", amount(candidate.device_total_bytes), _spare(candidate)),
+        ("allocated at the peak", amount(candidate.allocated_peak_bytes), _moment(candidate)),
+    ]
+    if candidate.reserved_peak_bytes is not None:
+        note = f"caching allocator{words.reserved_range(plan, candidate)}"
+        figures.append(("reserved", amount(candidate.reserved_peak_bytes), note))
+    if candidate.step_seconds is not None:
+        figures.append(
+            ("step time", duration(candidate.step_seconds), f"estimate{words.time_range(candidate)}")
+        )
+        mfu = f"MFU {candidate.mfu:.0%}, estimate" if candidate.mfu is not None else "estimate"
+        figures.append(("throughput", words.speed(candidate), mfu))
+    if candidate.host_bytes_per_node:
+        figures.append(("host memory per node", amount(candidate.host_bytes_per_node), ""))
+    cards = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in figures
+    )
+    parameters = f"{model.parameters:,} parameters" if model.parameters else ""
+    size = words.assumed_size(plan.sample)
+    at = f", at {escape(size)} (assumed)" if size else ""
+    loop = (*words.unread(plan), *words.loop(plan))
+    return (
+        f'<header><p class="soft">{escape(model.class_ or "")} · {parameters}</p>'
+        f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span>{at}</h1>'
+        f"<p>{escape(_sentence(words.need(candidate)))}</p>"
+        f'<p class="soft">Shown: {escape(candidate.id)}, {escape(words.brief(candidate.settings))}.</p>'
+        f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in loop)}"
+        f"<dl>{cards}</dl></header>"
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _spare(candidate: Candidate) -> str:
+    usable, slack = candidate.usable_bytes, candidate.slack_bytes
+    if usable is None:
+        return "the usable memory is unknown"
+    if slack is None:
+        return f"of {amount(usable)} usable"
+    rest = f"{amount(slack)} free" if slack >= 0 else f"{amount(-slack)} too much"
+    return f"of {amount(usable)} usable: {rest}"
+
+
+def _moment(candidate: Candidate) -> str:
+    return candidate.peak.moment if candidate.peak is not None else "unknown"
+
+
+def _memory(candidate: Candidate, links: Links) -> str:
+    total = candidate.device_total_bytes or 0
+    rows = []
+    for item in sorted(candidate.components, key=lambda item: -(item.bytes or 0)):
+        name = escape(item.name.replace("_", " "))
+        rows.append(
+            f'<tr><th scope="row"><span class="swatch k-{item.name.group}"></span>&#8288;{name}</th>'
+            f'<td class="n">{amount(item.bytes)}</td><td class="n">{words.share(item.bytes, total)}</td>'
+            f"<td>{words.MARKS[item.basis]}</td></tr>"
+        )
+    key = "".join(
+        f'<li><span class="swatch k-{group}"></span>{escape(group.legend)}</li>'
+        for group in charts.legend(candidate)
+    )
+    table = html_table(
+        "Memory of one rank at its peak", ("component", "bytes", "share", "basis"), rows, numbers=(1, 2)
+    )
+    bar = charts.in_both_widths(lambda width: charts.memory_bar(candidate, width))
+    line = charts.in_both_widths(lambda width: charts.timeline(candidate, width))
+    keys = f'<ul class="key">{key}</ul>'
+    cursor = charts.cursor(candidate) if links.cursor else ""
+    body = f"<h2>Memory over one step</h2>{line}{cursor}{keys}{_moments(candidate)}"
+    over = f"<section>{body}</section>" if line else ""
+    run = _phases(candidate)
+    over += f"<section>{run}</section>" if run else ""
+    return f"<section><h2>One rank at its peak</h2>{bar}{keys}{table}</section>{over}"
+
+
+def _moments(candidate: Candidate) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(moment.name)}</th>'
+        f'<td class="n">{amount(moment.allocated_bytes)}</td></tr>'
+        for moment in candidate.timeline
+    ]
+    table = html_table(
+        "Allocated bytes after each event", ("event", "allocated"), rows, numbers=(1,), tall=True
+    )
+    return f'<details class="screen"><summary>Show as a table</summary>{table}</details>'
+
+
+def _phases(candidate: Candidate) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td class="wide">{escape(what)}</td>'
+        f'<td class="n">{escape(device)}</td><td class="n">{escape(host)}</td><td>{escape(basis)}</td></tr>'
+        for name, what, device, host, basis in words.phases(candidate)
+    ]
+    if not rows:
+        return ""
+    heads = ("phase", "description", "device, allocated", "host, per rank", "basis")
+    table = html_table("Peak memory of one rank in each phase", heads, rows, numbers=(2, 3), cards=True)
+    return f"<h2>Memory over the run</h2>{table}"
+
+
+def _time(candidate: Candidate) -> str:
+    parts = {name: value for name, value in candidate.seconds.items() if value}
+    if not parts:
+        return ""
+    rows = [
+        f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td class="n">{duration(value)}</td></tr>'
+        for name, value in parts.items()
+    ]
+    table = html_table("Step time by part", ("part", "time"), rows, numbers=(1,))
+    note = (
+        '<p class="soft">Estimates. Exposed communication is communication that compute does not overlap.</p>'
+    )
+    return f"<section><h2>Step time by part</h2>{note}{table}</section>"
+
+
+def _offers(plan: Plan) -> str:
+    if len(plan.details.clusters) < 2:
+        return ""
+    heads, offers = words.offers(plan)
+    rows = [
+        f"<tr{' class=chosen' if offer.candidate == plan.chosen else ''}>"
+        f'<th scope="row">{escape(name)}</th>'
+        + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for offer, (name, *cells) in zip(plan.details.offers, offers, strict=True)
+    ]
+    table = html_table("Offers", heads, rows, numbers=range(1, len(heads)), cards=True)
+    return f"<section><h2>Offers</h2>{table}</section>"
+
+
+def changes_section(plan: Plan, links: Links) -> str:
+    """Return the section of the suggested changes; empty without any."""
+    if not plan.next_steps:
+        return ""
+    classes = {True: "fits", False: "does_not_fit", None: "unknown"}
+    rows = []
+    for step in plan.next_steps:
+        address = links.change(step)
+        apply = f'<br><a class="button quiet small" href="{escape(address)}">Apply</a>' if address else ""
+        rows.append(
+            f'<tr><th scope="row" class="wide">{escape(step.change)}{apply}</th>'
+            f'<td class="n">{amount(step.device_total_bytes)}</td>'
+            f'<td class="word {classes[step.fits]}">{words.FITS[step.fits]}</td>'
+            f'<td class="wide">{escape(step.cost)}</td></tr>'
+        )
+    heads = ("change", "memory", "verdict", "cost")
+    table = html_table("Suggested changes", heads, rows, numbers=(1,), cards=True)
+    return f"<section><h2>Suggested changes</h2>{table}</section>"
+
+
+def _settings(plan: Plan, candidate: Candidate) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
+        for name, value in words.configuration(plan, candidate.settings)
+    ]
+    table = html_table("Configuration", ("setting", "value"), rows)
+    return f"<section><h2>Configuration</h2>{table}</section>"
+
+
+def candidates_section(plan: Plan, links: Links = Links()) -> str:
+    """Return the section of all candidates: their chart, the chosen one and the front, and the others."""
+    candidates = plan.candidates
+    if len(candidates) < 2:
+        return ""
+    front = {name: place for place, name in enumerate(plan.details.front)}
+    best = [item for item in candidates if item.id == plan.chosen or item.id in front]
+    best.sort(key=lambda item: (item.id != plan.chosen, front.get(item.id, -1)))
+    shown_ids = {item.id for item in best}
+    rest = [item for item in candidates if item.id not in shown_ids]
+    shown = _rows("The chosen candidate and the Pareto front", plan, best) if best else ""
+    # Thousands of rows are for looking a configuration up, not for paper.
+    others = (
+        f'<details class="screen"><summary>{len(rest)} other candidates, with reasons</summary>'
+        f"{_rows('Every other candidate', plan, rest)}</details>"
+        if rest and links.others
+        else ""
+    )
+    chart = charts.in_both_widths(lambda width: charts.scatter(plan, width, links.candidate, links.marked))
+    title = f"{len(candidates)} candidates"
+    return f'<section class="long"><h2>{title}</h2>{chart}{shown}{others}</section>'
+
+
+def _rows(caption: str, plan: Plan, items: Iterable[Candidate]) -> str:
+    front = set(plan.details.front)
+    clusters = plan.details.clusters
+    rows = []
+    for item in items:
+        chosen = item.id == plan.chosen
+        mark = " (chosen)" if chosen else " (Pareto front)" if item.id in front else ""
+        settings = words.brief(item.settings)
+        if len(clusters) > 1:
+            settings = f"{clusters[item.settings.cluster]}; {settings}"
+        price = item.price_per_million_samples
+        why = words.reason(item) + (f" ({price:.4g} per million samples)" if price is not None else "")
+        rows.append(
+            f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(item.id)}{mark}</th>'
+            f'<td class="n">{amount(item.device_total_bytes)}</td>'
+            f'<td class="n">{duration(item.step_seconds)}</td><td class="n">{words.speed(item)}</td>'
+            f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
+        )
+    heads = ("candidate", "memory", "step time", "throughput", "settings", "rejected by")
+    return html_table(caption, heads, rows, numbers=(1, 2, 3), tall=True, cards=True)
+
+
+def findings_section(plan: Plan) -> str:
+    """Return the section of diagnostics and notes; empty where there are none."""
+    lines = [f"<li><b>unknown</b>: {escape(text)}</li>" for text in plan.unknowns]
+    lines += finding_lines(plan.diagnostics)
+    lines += [f"<li>{escape(text)}</li>" for text in plan.details.notes]
+    if plan.confidence != "verified":
+        lines.append("<li><b>confidence</b>: unverified for this torch version</li>")
+    return (
+        f'<section><h2>Diagnostics and notes</h2><ul class="notes">{"".join(lines)}</ul></section>'
+        if lines
+        else ""
+    )
+
+
+def _inputs(plan: Plan) -> str:
+    inputs = {key: value for key, value in to_json(plan.inputs).items() if key != "machines"}
+    text = escape(json.dumps(inputs, indent=2, ensure_ascii=False))
+    return (
+        '<section class="long screen"><h2>Inputs</h2><details>'
+        f'<summary>The inputs of the plan</summary><pre tabindex="0">{text}</pre></details></section>'
+    )
+
+
+def plan_picture(plan: Plan) -> str:
+    """Return a plan as one SVG image: verdict, speed, one rank's memory at its peak and over a step."""
+    candidate = words.shown(plan)
+    headline = words.headline(plan)
+    lines = [words.need(candidate)]
+    if candidate.step_seconds is not None:
+        lines.append(
+            f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
+        )
+    lines.append(words.brief(candidate.settings))
+    y = 34
+    shapes = ['<rect width="100%" height="100%" fill="var(--bg)"/>']
+    shapes.append(f'<text class="strong" x="20" y="{y}" font-size="18">{escape(headline)}</text>')
+    for line in lines:
+        y += 20
+        shapes.append(f'<text x="20" y="{y}" font-size="13.5">{escape(line)}</text>')
+    y += 16
+    inside = charts.BROAD - 40
+    for part, height in (
+        (charts.memory_bar(candidate, inside), 80),
+        (charts.timeline(candidate, inside), 292),
+    ):
+        if part:
+            inner = part.replace("<svg ", f'<svg x="20" y="{y}" width="{inside}" height="{height}" ', 1)
+            shapes.append(inner)
+            y += height + 14
+    x = 20.0
+    for group in charts.legend(candidate):
+        shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
+        shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
+        x += 36 + len(group.legend) * 5.9
+    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {charts.BROAD} {y + 28}" role="img"'
+        f' aria-labelledby="plan-title"><title id="plan-title">{escape(headline)}</title>'
+        f"<style>{style}</style>{''.join(shapes)}</svg>\n"
+    )

@@ -1,0 +1,78 @@
+"""Rules as text, and the pages of the documentation that are generated from them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from fsdptool.formatting import printable
+from fsdptool.records.diagnosis import Signature
+
+if TYPE_CHECKING:
+    from fsdptool.records.diagnostic import Rule
+
+
+_SAFETY = {
+    "safe": "--fix (the run stays the same)",
+    "unsafe": "--unsafe-fixes (the run changes)",
+    "none": "no automatic fix",
+}
+
+
+def render_rule(rule: Rule, *, width: int | None = None) -> str:
+    """Return one rule as text, broken between words to at most ``width`` columns, by default 96."""
+
+    def wrap(text: str) -> str:
+        size = min(width or 96, 96)
+        return textwrap.fill(
+            text,
+            size,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    return (
+        f"{rule.code} {rule.title}\n  {rule.family}, {rule.severity}\n\nwhy\n{wrap(rule.why)}\n\n"
+        f"what to do\n{wrap(rule.fix)}\n\nfix\n  {_SAFETY[rule.safety]}\n"
+    )
+
+
+def render_list(rules: Iterable[Rule]) -> str:
+    """Return all rules, one line each."""
+    return "".join(f"{rule.code}  {rule.severity:<8}{rule.title}\n" for rule in rules)
+
+
+def rules_page(rules: Iterable[Rule]) -> str:
+    """Return ``docs/rules.md``; a test holds the page against the table."""
+    parts = [
+        "# Rules\n\n"
+        "Generated from the tables of rules; `fsdptool rule CODE` prints the same. Codes that begin with "
+        "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
+        "one there, on a separate line in the whole file. DET codes come from commands that "
+        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache, RUN from `diagnose`. "
+        "The severities are the usual ones; a finding may have another one for some consumers.\n"
+    ]
+    for family, members in groupby(rules, key=lambda rule: rule.family):
+        parts.append(f"\n## {family}\n")
+        for rule in members:
+            parts.append(
+                f"\n### {rule.code}: {rule.title}\n\n*{rule.severity}; fix: {_SAFETY[rule.safety]}*\n\n"
+                f"{rule.why}\n\n**What to do.** {rule.fix}\n"
+            )
+    return "".join(parts)
+
+
+def signatures_table(signatures: Iterable[Signature]) -> str:
+    """Return the table of ``docs/diagnose.md``; a test holds the page against it."""
+    rows = []
+    for item in signatures:
+        anchor = f"{item.code}: {item.title}".lower().replace(" ", "-")
+        anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
+        texts = ", ".join(f"`{printable(text)}`" for text in item.texts)
+        cause = item.cause.value.replace("_", " ")
+        rows.append(f"| [{item.code}](rules.md#{anchor}) | {item.title} | {cause} | {texts} |\n")
+    return "| code | failure | cause | recognised by |\n|---|---|---|---|\n" + "".join(rows)
