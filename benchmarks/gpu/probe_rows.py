@@ -36,7 +36,7 @@ def seconds(call: Callable[[], Any], where: torch.device, *, repeats: int) -> fl
 
 def machine(write: Write, folder: Path, small: bool) -> None:
     """Versions, the device, the context's bytes, and ``doctor`` with its probe of FSDP2 over NCCL."""
-    from fsdptool.launch.machine import gpu_name
+    from fsdptool.distributed.devices import gpu_name
     from fsdptool.records.diagnostic import library_versions
 
     write({"versions": library_versions(), "cuda": str(torch.version.cuda)})

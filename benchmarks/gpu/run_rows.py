@@ -236,7 +236,7 @@ def out_of_memory(write: Write, folder: Path, small: bool) -> None:
 
 def _on_cuda() -> bool:
     """Look for a GPU without opening a context, which the runs would find occupied."""
-    from fsdptool.launch.machine import count_gpus
+    from fsdptool.distributed.devices import count_gpus
 
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and count_gpus() > 0
 

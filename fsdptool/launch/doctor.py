@@ -13,8 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_ids, why_unused
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
-from fsdptool.launch.machine import TESTED, untested_versions
+from fsdptool.launch.machine import TESTED, live_claims, untested_versions
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
 from fsdptool.records.diagnostic import Diagnostic, Rule, tool_version
 from fsdptool.records.run import DeviceType
@@ -93,17 +94,21 @@ def _machine() -> Host:
 
 
 def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
-    from fsdptool.launch.machine import count_gpus, live_claims
-
+    if (reason := why_unused()) is not None:
+        diagnostics.append(
+            Diagnostic("DOC005", "warning", reason, help="runs use the CPU until torch can use these GPUs")
+        )
     if not count_gpus():
         return []
     import torch
 
+    ids = visible_ids()
     claimed = {gpu: run for gpus, run in live_claims() for gpu in gpus}
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+        uuid = uuid_of(ids[index]) if index < len(ids) else None
         devices.append(
             Device(
                 id=str(index),
@@ -111,7 +116,8 @@ def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
                 memory_bytes=total,
                 memory_free_bytes=free,
                 capability=f"{properties.major}.{properties.minor}",
-                run=claimed.get(str(index)),
+                uuid=uuid,
+                run=claimed.get(local_id(uuid) if uuid is not None else str(index)),
             )
         )
         if free < 0.9 * total:
@@ -231,4 +237,8 @@ RULES = (
          "fsdptool uses internals of torch and exact behaviour of the model libraries. This version is "
          "outside the range that was tested: it may work, fail, or shard differently.",
          "Install a tested version if something fails."),
+    Rule("DOC005", "torch cannot use the GPUs", "warning",
+         "A driver is loaded and torch counts no GPU: torch is built for other GPUs or for the CPU, its CUDA "
+         "does not start, or CUDA_VISIBLE_DEVICES hides them.",
+         "Install the build of torch that the message names."),
 )  # fmt: skip
