@@ -166,6 +166,13 @@ for index in range(torch.cuda.device_count()):
 """Prints what ``nvidia-smi -L`` prints."""
 
 
+def used_by_driver() -> dict[str, int]:
+    """Return the bytes in use on each GPU by its UUID, without a context; empty where nothing tells them."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    rows = (line.split(",") for line in _output(query).splitlines())
+    return {uuid.strip(): int(mebibytes) << 20 for uuid, mebibytes in rows if mebibytes.strip().isdecimal()}
+
+
 def _output(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Return what a command prints; nothing if it cannot be run."""
     try:
