@@ -1,7 +1,7 @@
 """The rows of a GPU session by stage, in order of value, and the process that runs some of them.
 
-``python benchmarks/gpu/rows.py STAGE FOLDER [--small] NAME...`` writes ``FOLDER/0.json`` for the first name, and
-so on, part by part; ``done`` is the last key of each.
+``python benchmarks/gpu/rows.py STAGE FOLDER [--small] NAME...`` writes ``FOLDER/0.json`` for the first name,
+and so on, part by part; ``done`` is the last key of each.
 """
 
 from __future__ import annotations
