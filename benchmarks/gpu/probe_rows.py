@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fsdptool.distributed.devices import gpu_name, used_by_driver
+from fsdptool.records.codec import to_json
+from fsdptool.training.measuring import (
+    kernel_latency,
+    measure_attention,
+    measure_copies,
+    measure_products,
+    usual_shapes,
+)
 
 Write = Callable[[Mapping[str, Any]], None]
 
@@ -20,29 +29,14 @@ def device(small: bool) -> torch.device:
     return torch.device("cpu" if small or not torch.cuda.is_available() else "cuda")
 
 
-def seconds(call: Callable[[], Any], where: torch.device, *, repeats: int) -> float:
-    """Return the seconds of one call, averaged over ``repeats`` after two that warm up."""
-    for _ in range(2):
-        call()
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / repeats
-
-
 def machine(write: Write, folder: Path, small: bool) -> None:
     """Versions, the device, the context's bytes, and ``doctor`` with its probe of FSDP2 over NCCL."""
-    from fsdptool.launch.machine import gpu_name
     from fsdptool.records.diagnostic import library_versions
 
     write({"versions": library_versions(), "cuda": str(torch.version.cuda)})
     if device(small).type == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        before = _driver_used()
+        before = used_by_driver()
         torch.zeros(1, device="cuda")
         free, total = torch.cuda.mem_get_info()
         write(
@@ -53,7 +47,7 @@ def machine(write: Write, folder: Path, small: bool) -> None:
                     "name_by_driver": gpu_name(),
                 },
                 "context": {
-                    "before_bytes": before,
+                    "before_bytes": before.get(f"GPU-{properties.uuid}"),
                     "after_bytes": total - free,
                     "torch_reserved_bytes": torch.cuda.memory_reserved(),
                 },
@@ -79,16 +73,6 @@ _backward: Any = torch.Tensor.backward
 """Not annotated in torch 2.13."""
 
 
-def _driver_used() -> int | None:
-    """Return what the driver says is used before this process has a context, in bytes."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-        return int(text.split()[0]) << 20
-    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-        return None
-
-
 def workspaces(write: Write, folder: Path, small: bool) -> None:
     """What cuBLAS takes from torch's allocator for the thread of forward and for autograd's own."""
     where = device(small)
@@ -108,101 +92,27 @@ def workspaces(write: Write, folder: Path, small: bool) -> None:
 
 
 def ceilings(write: Write, folder: Path, small: bool) -> None:
-    """Rates of matrix products by dtype and size, and of copies by size."""
+    """Rates of matrix products by dtype and size, of copies by size, and the launch of an operator."""
     where = device(small)
-    repeats = 2 if small else 20
-    sizes = [64, 128] if small else [512, 1024, 2048, 4096, 8192, 16384]
-    products: list[dict[str, Any]] = []
-    copies: list[dict[str, Any]] = []
-    for name in ("bfloat16", "float32"):
-        dtype = getattr(torch, name)
-        for size in sizes if name == "bfloat16" else sizes[:4]:
-            a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
-            took = seconds(lambda a=a, b=b: a @ b, where, repeats=repeats)  # type: ignore[misc]
-            products.append(
-                {"dtype": name, "m": size, "n": size, "k": size, "flops_per_second": 2 * size**3 / took}
-            )
-    if not small:
-        # Shapes of an 8 B decoder over 2,048 tokens: projections, the MLP and the vocabulary.
-        for m, k, n in ((2048, 4096, 4096), (2048, 4096, 14336), (2048, 14336, 4096), (2048, 4096, 128256)):
-            a = torch.randn(m, k, device=where, dtype=torch.bfloat16)
-            b = torch.randn(k, n, device=where, dtype=torch.bfloat16)
-            took = seconds(lambda a=a, b=b: a @ b, where, repeats=repeats)  # type: ignore[misc]
-            products.append(
-                {"dtype": "bfloat16", "m": m, "n": n, "k": k, "flops_per_second": 2 * m * n * k / took}
-            )
-    write({"products": products})
-    for size in (1 << 20,) if small else (1 << 20, 1 << 24, 1 << 28, 1 << 30):
-        a, b = (torch.empty(size // 4, device=where) for _ in range(2))
-        took = seconds(lambda a=a, b=b: b.copy_(a), where, repeats=repeats)  # type: ignore[misc]
-        copies.append({"bytes": size, "moved_bytes_per_second": 2 * size / took})
-    write({"copies": copies})
-    if where.type == "cuda":
-        tiny = torch.zeros(1, device=where)
-        write({"launch_seconds": seconds(lambda: tiny.add_(1), where, repeats=2000)})
-        host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty(1 << 28, dtype=torch.uint8, device=where)
-        to = seconds(lambda: there.copy_(host), where, repeats=5)
-        back = seconds(lambda: host.copy_(there), where, repeats=5)
-        write({"host_to_device_per_second": (1 << 28) / to, "device_to_host_per_second": (1 << 28) / back})
-    best = max(item["flops_per_second"] for item in products)
-    write({"summary": f"{best / 1e12:.1f} TFLOP/s, {copies[-1]['moved_bytes_per_second'] / 1e9:.0f} GB/s"})
+    products = tuple(measure_products(where, small=small))
+    write({"products": to_json(products), "launch_seconds": kernel_latency(where)})
+    copies = tuple(measure_copies(where, small=small))
+    write({"copies": to_json(copies)})
+    best = max(item.flops_per_second for item in products)
+    streamed = max(item.traffic_per_second for item in copies)
+    write({"summary": f"{best / 1e12:.1f} TFLOP/s, {streamed / 1e9:.0f} GB/s"})
 
 
 def attention(write: Write, folder: Path, small: bool) -> None:
-    """Which kernel torch takes with and without a mask, and each kernel's rate and memory."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-    where = device(small)
-    shapes = [(1, 2, 64, 16)] if small else [(1, 32, 2048, 128), (1, 32, 8192, 128), (1, 16, 2048, 64)]
-    backends = (
-        ["MATH"] if where.type == "cpu" else ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"]
+    """Which kernel torch takes at the usual shapes, and each kernel's rate and workspaces."""
+    rows = []
+    for row in measure_attention(device(small), usual_shapes(small=small)):
+        rows.append(row)
+        write({"rates": to_json(tuple(rows))})
+    chosen = (
+        f"{row.masking} {row.dtype} {row.heads}/{row.key_heads}: {row.kernel}" for row in rows if row.chosen
     )
-    chosen, rates = [], []
-    for shape in shapes:
-        query, key, value = (
-            torch.randn(shape, device=where, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
-        length = shape[2]
-        allowed = torch.ones(length, length, device=where, dtype=torch.bool).tril_()
-        mask = allowed.expand(shape[0], 1, length, length)
-        for masked in (False, True):
-            options: dict[str, Any] = {"attn_mask": mask} if masked else {"is_causal": True}
-            choice = torch._fused_sdp_choice(query, key, value, **options)
-            name = SDPBackend(choice).name
-            chosen.append({"shape": shape, "masked": masked, "backend": name})
-            for backend in backends:
-                row: dict[str, Any] = {"shape": shape, "masked": masked, "backend": backend}
-
-                def step(
-                    backend: str = backend,
-                    options: dict[str, Any] = options,
-                    operands: Any = (query, key, value),
-                ) -> None:
-                    with sdpa_kernel([getattr(SDPBackend, backend)]):
-                        _backward(sdpa(*operands, **options).sum())
-
-                try:
-                    if where.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                        base = torch.cuda.memory_allocated()
-                    took = seconds(step, where, repeats=2 if small else 10)
-                except RuntimeError as error:
-                    rates.append({**row, "refused": str(error).splitlines()[0][:120]})
-                    continue
-                if where.type == "cuda":
-                    row["peak_bytes"] = torch.cuda.max_memory_allocated() - base
-                flops = 14 * shape[0] * shape[1] * length * length * shape[3]
-                rates.append({**row, "seconds": took, "flops_per_second_whole_square": flops / took})
-        write({"chosen": chosen, "rates": rates})
-    write(
-        {
-            "summary": ", ".join(
-                f"{'masked' if c['masked'] else 'unmasked'}: {c['backend']}" for c in chosen[:2]
-            )
-        }
-    )
+    write({"summary": ", ".join(chosen)})
 
 
 def ring(write: Write, folder: Path, small: bool) -> None:

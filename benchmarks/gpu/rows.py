@@ -1,6 +1,7 @@
-"""The rows of a GPU session by stage, in order of value, and the process that runs one of them.
+"""The rows of a GPU session by stage, in order of value, and the process that runs some of them.
 
-``python benchmarks/gpu/rows.py STAGE NAME FOLDER [--small]`` writes ``FOLDER/row.json``, part by part.
+``python benchmarks/gpu/rows.py STAGE FOLDER [--small] NAME...`` writes ``FOLDER/0.json`` for the first name,
+and so on, part by part; ``done`` is the last key of each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ class Row:
         action: Called with a function that adds keys to the result, the working folder, and whether to cut
             everything down for a CPU.
         environment: Variables of the process.
+        model: Rows of one stage, model and environment share a process: imports take longer than a row.
     """
 
     stage: str
@@ -37,6 +40,15 @@ class Row:
     limit: float
     action: Callable[[Callable[[Mapping[str, Any]], None], Path, bool], None]
     environment: Mapping[str, str] = field(default_factory=dict)
+    model: str | None = None
+
+    def joins(self, other: Row) -> bool:
+        """Say whether the row runs in the process of another one."""
+        return self.model is not None and (self.stage, self.model, self.environment) == (
+            other.stage,
+            other.model,
+            other.environment,
+        )
 
 
 def rows_of(stage: str) -> list[Row]:
@@ -66,20 +78,28 @@ def _step_rows(stage: str) -> list[Row]:
 
     limit = 75.0 if stage == "memory" else 120.0
     listed = step_settings.MEMORY if stage == "memory" else step_settings.VARIANTS
-    return [Row(stage, row.setting.name, limit, action(row), row.environment) for row in listed]
+    return [
+        Row(stage, row.setting.name, limit, action(row), row.environment, row.setting.reference)
+        for row in listed
+    ]
 
 
 def main() -> int:
-    """Run one row."""
+    """Run rows, one after another; one that fails leaves its error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("name")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("names", nargs="+")
     options = parser.parse_args()
     os.environ["FSDPTOOL_CACHE"] = os.environ.get("FSDPTOOL_CACHE", str(options.folder / "cache"))
-    row = next(row for row in rows_of(options.stage) if row.name == options.name)
-    target = options.folder / "row.json"
+    rows = {row.name: row for row in rows_of(options.stage)}
+    for index, name in enumerate(options.names):
+        _run(rows[name], options.folder, options.folder / f"{index}.json", small=options.small)
+    return 0
+
+
+def _run(row: Row, folder: Path, target: Path, *, small: bool) -> None:
     result: dict[str, Any] = {}
 
     def write(part: Mapping[str, Any]) -> None:
@@ -88,8 +108,12 @@ def main() -> int:
         temporary.write_text(json.dumps(result), encoding="utf-8")
         temporary.replace(target)
 
-    row.action(write, options.folder, options.small)
-    return 0
+    try:
+        row.action(write, folder, small)
+    except Exception as error:
+        lines = traceback.format_exc().splitlines()
+        write({"error": f"{type(error).__name__}: {error}"[:300], "log": lines[-25:]})
+    write({"done": True})
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def result_of(run: Path) -> dict[str, Any]:
     shares = [line["mfu"] for line in warm if line.get("mfu") is not None]
     row["mfu"] = statistics.median(shares) if shares else None
     row["reserved_peak_bytes"] = max((line.get("memory_reserved_peak_bytes") or 0) for line in lines)
+    # While a save is under way its copies count.
+    row["allocated_by_step"] = [line.get("memory_allocated_peak_bytes") for line in lines]
     row["losses"] = [lines[0]["loss"], lines[-1]["loss"]]
     tokens = [line["tokens"] / line["step_seconds"] for line in warm if line.get("tokens")]
     row["tokens_per_second"] = statistics.median(tokens) if tokens else None
@@ -236,7 +238,7 @@ def out_of_memory(write: Write, folder: Path, small: bool) -> None:
 
 def _on_cuda() -> bool:
     """Look for a GPU without opening a context, which the runs would find occupied."""
-    from fsdptool.launch.machine import count_gpus
+    from fsdptool.distributed.devices import count_gpus
 
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and count_gpus() > 0
 
@@ -256,6 +258,10 @@ ROWS: dict[str, tuple[float, Callable[[Write, Path, bool], None]]] = {
     "qwen3 0.6b stop and resume": (120.0, partial(stop_and_resume, from_cpu=False)),
     "tiny model resumed from a CPU checkpoint": (120.0, partial(stop_and_resume, from_cpu=True)),
     "out of memory": (120.0, out_of_memory),
+    "qwen3 0.6b saved while it trains": (
+        120.0,
+        partial(train, model="qwen3:0.6b", length=2048, micro_batch=4, checkpoints="{every_steps: 4}"),
+    ),
     "qwen3 1.7b": (120.0, partial(train, model="qwen3:1.7b", length=4096, micro_batch=2)),
     "qwen3 1.7b masked": (120.0, partial(train, model="qwen3:1.7b", length=4096, micro_batch=2, mask=True)),
     "qwen3 4b ac-full": (150.0, partial(train, model="qwen3:4b", length=4096, checkpointing=True)),

@@ -1,4 +1,4 @@
-"""Run the rows of a GPU session, one process each, and keep what each of them says.
+"""Run the rows of a GPU session, one process for each model, and keep what each of them says.
 
 ``session.sh`` prepares the environment; its comment lists the options. A row's line is a JSON object in
 ``STAGE.jsonl``: ``name``, ``seconds``, and either the row's own keys or ``error``. Half an hour with a GPU is
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,25 @@ def main() -> int:
         return 0
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for row in selected:
-        path = out / f"{row.stage}.jsonl"
-        if row.name in _present(path, retry=options.retry):
-            continue
+    wanted = [
+        row for row in selected if row.name not in _present(out / f"{row.stage}.jsonl", retry=options.retry)
+    ]
+    while wanted:
+        group = [row for row in wanted if row is wanted[0] or row.joins(wanted[0])]
         left = deadline - time.monotonic() - _MARGIN
-        limit = row.limit * (_PATIENCE if options.small else 1)
-        if left < min(limit, 20.0):
-            print(f"time is up before {row.name}", flush=True)
+        if left < min(_limit(group[0], options.small), 20.0):
+            print(f"time is up before {group[0].name}", flush=True)
             return 3
-        result = _run(row, min(left, limit), small=options.small)
-        _append(path, result)
-        failed += "error" in result
-        print(f"{result['seconds']:6.1f} s  {row.stage} {row.name}: {_short(result)}", flush=True)
+        for row, result in _run(group, deadline - _MARGIN, small=options.small):
+            wanted.remove(row)
+            _append(out / f"{row.stage}.jsonl", result)
+            failed += "error" in result
+            print(f"{result['seconds']:6.1f} s  {row.stage} {row.name}: {_short(result)}", flush=True)
     return 1 if failed else 0
+
+
+def _limit(row: Row, small: bool) -> float:
+    return row.limit * (_PATIENCE if small else 1)
 
 
 def _present(path: Path, *, retry: bool) -> set[str]:
@@ -81,40 +87,57 @@ def _present(path: Path, *, retry: bool) -> set[str]:
     return {name for name, row in rows.items() if not (retry and "error" in row)}
 
 
-def _run(row: Row, limit: float, *, small: bool) -> dict[str, Any]:
-    """Run one row in a process group of its own and return its line."""
-    environment = {**os.environ, **row.environment}
+def _run(rows: list[Row], deadline: float, *, small: bool) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Run rows in one process group of their own; yield the line of each that has ended.
+
+    Rows after one that takes too long, or that ends the process, are left to the caller.
+    """
+    environment = {**os.environ, **rows[0].environment}
     if small:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fsdptool-row-") as name:
         folder = Path(name)
         environment |= {"FSDPTOOL_LOCKS": str(folder / "locks")}
-        command = [sys.executable, str(HERE / "rows.py"), row.stage, row.name, str(folder)]
+        command = [sys.executable, str(HERE / "rows.py"), rows[0].stage, str(folder)]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [*command, *(["--small"] if small else [])],
+                [*command, *(["--small"] if small else []), *(row.name for row in rows)],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                status = process.wait(timeout=limit)
-            except subprocess.TimeoutExpired:
-                status = None
+        try:
+            for index, row in enumerate(rows):
+                began = time.monotonic()
+                limit = min(_limit(row, small), deadline - began)
+                result = _wait(process, folder / f"{index}.json", began + limit)
+                head = {"name": row.name, "seconds": round(time.monotonic() - began, 1), "small": small}
+                if row.environment:
+                    head["environment"] = dict(row.environment)
+                done = result.pop("done", False)
+                if not done:
+                    status = process.poll()
+                    why = f"ended after {limit:.0f} s" if status is None else f"exit status {status}"
+                    tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
+                    result |= {"error": why, "log": tail.splitlines()[-25:]}
+                yield row, {**head, **result}
+                if not done:
+                    return
+        finally:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        result = _read(folder / "row.json")
-        log_tail = (folder / "log").read_text(encoding="utf-8", errors="replace")[-3000:]
-    head = {"name": row.name, "seconds": round(time.monotonic() - began, 1), "small": small}
-    if status is None:
-        result |= {"error": f"ended after {limit:.0f} s", "log": log_tail.splitlines()[-12:]}
-    elif status or not result:
-        result |= {"error": f"exit status {status}", "log": log_tail.splitlines()[-25:]}
-    if row.environment:
-        head["environment"] = dict(row.environment)
-    return {**head, **result}
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], path: Path, until: float) -> dict[str, Any]:
+    """Return what a row has written once it is done, its process has ended, or its time is up."""
+    while True:
+        ended = process.poll() is not None or time.monotonic() > until
+        result = _read(path)
+        if ended or "done" in result:
+            return result
+        time.sleep(0.1)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Rows that run training steps of one rank: memory per phase, step time by operator class, kernels, the plan.
 
 One process acts as rank 0 of N over torch's ``fake`` process group: collectives do nothing, every kernel of
-the rank is real. Gathered parameters are then whatever memory contained, which changes neither sizes nor the
-work of kernels; rows of one rank have true values. One GPU cannot show NCCL, context parallelism or HSDP.
+the rank is real, and so are gathered values (``own_rows.py``). One GPU cannot show NCCL, context parallelism
+or HSDP.
 
 A row takes two measured steps (the second is the one that counts, with optimizer states), some timed ones,
-and a profiled one.
+and two profiled ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ class StepRow:
         fp8: Train whole weights in float8.
         environment: Variables of the process: the allocator, the choice of attention kernels.
         timed: Steps that are timed.
+        offload: Parameters and optimizer states live in host memory.
+        offload_activations: Inputs of recomputed blocks live there.
+        lengths: Further steps of these lengths (in 64ths of the sequence), twice: new ones and known ones.
     """
 
     setting: Setting
@@ -48,6 +51,9 @@ class StepRow:
     fp8: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     timed: int = 5
+    offload: bool = False
+    offload_activations: bool = False
+    lengths: tuple[int, ...] = ()
 
 
 def records(row: StepRow, *, small: bool) -> tuple[Recipe, FsdpSettings]:
@@ -61,7 +67,13 @@ def records(row: StepRow, *, small: bool) -> tuple[Recipe, FsdpSettings]:
     recipe = replace(recipe, sharding=replace(recipe.sharding, compile=row.compile))
     on_cpu = not on_cuda()
     precision = "fp8" if row.fp8 and not on_cpu else settings.mixed_precision
-    return recipe, replace(settings, use_cpu=on_cpu, mixed_precision=precision)
+    return recipe, replace(
+        settings,
+        use_cpu=on_cpu,
+        mixed_precision=precision,
+        cpu_offload=row.offload,
+        activation_checkpointing_offload=row.offload_activations,
+    )
 
 
 def on_cuda() -> bool:
@@ -81,7 +93,22 @@ def run(row: StepRow, write: Write, *, small: bool) -> None:
         free, total = torch.cuda.mem_get_info()
         write({"before": {"driver_used_bytes": total - free, "device_bytes": total}})
     write({"plan": _plan(recipe, settings, row.setting.ranks)})
-    _measure(row, recipe, settings, write, timed=2 if small else row.timed)
+    try:
+        _measure(row, recipe, settings, write, timed=2 if small else row.timed)
+    finally:
+        _clear()
+
+
+def _clear() -> None:
+    """Leave nothing to the next row of this process."""
+    import torch
+
+    from fsdptool.distributed.session import close_session
+
+    close_session()
+    gc.collect()
+    if on_cuda():
+        torch.cuda.empty_cache()
 
 
 def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
@@ -139,9 +166,11 @@ def _measure(row: StepRow, recipe: Recipe, settings: FsdpSettings, write: Write,
     import torch
     import torch.distributed as dist
     from measure import Undaunted
+    from own_rows import use_own_rows
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from fsdptool.distributed.session import open_session
+    from fsdptool.distributed.shard import local
     from fsdptool.families.registry import family_of
     from fsdptool.families.synthetic import synthesise
     from fsdptool.inspection import inspect
@@ -163,6 +192,7 @@ def _measure(row: StepRow, recipe: Recipe, settings: FsdpSettings, write: Write,
     began = time.perf_counter()
     with meter.moment(RunPhase.LOAD):
         model = build_sharded(spec, recipe.model, units, settings, session, recipe=recipe, seed=0)[0]
+        use_own_rows(model)
         optimizer = build_optimizer(recipe.optimizer, list(model.named_parameters()), rate=1e-4)
     write({"seconds_to_load": time.perf_counter() - began})
     objective = objective_for(recipe, spec)
@@ -175,10 +205,11 @@ def _measure(row: StepRow, recipe: Recipe, settings: FsdpSettings, write: Write,
         unsharded=recipe.sharding.accumulation == "unsharded",
     )
     stepper.moment = meter.moment
-    specs = family_of(spec).batch_spec(spec.config, recipe)
     generator = torch.Generator().manual_seed(0)
 
-    def step() -> None:
+    def step(length: int | None = None) -> None:
+        sizes = recipe.batch if length is None else replace(recipe.batch, sequence_length=length)
+        specs = family_of(spec).batch_spec(spec.config, replace(recipe, batch=sizes))
         batches = [synthesise(specs, generator) for _ in range(recipe.batch.accumulation)]
         stepper.run(batches, rate=1e-4)
         if on_cuda():
@@ -213,8 +244,23 @@ def _measure(row: StepRow, recipe: Recipe, settings: FsdpSettings, write: Write,
         seconds.append(time.perf_counter() - began)
     write({"time": {"median_seconds": statistics.median(seconds), "seconds": seconds}})
     write({"operators": profiled(step)})
+    if row.lengths:
+        write({"lengths": _lengths(row, recipe, step)})
+    write({"finite": all(bool(local(p).isfinite().all()) for p in model.parameters())})
     write({"summary": f"step {statistics.median(seconds):.3f} s"})
-    dist.destroy_process_group()
+
+
+def _lengths(row: StepRow, recipe: Recipe, step: Callable[[int], None]) -> dict[str, list[float]]:
+    """Return the seconds of steps of lengths that are new, and of the same lengths once more."""
+    whole = recipe.batch.sequence_length
+    assert whole is not None
+    seconds: dict[str, list[float]] = {"new": [], "known": []}
+    for turn in seconds.values():
+        for part in row.lengths:
+            began = time.perf_counter()
+            step(whole * part // 64)
+            turn.append(time.perf_counter() - began)
+    return seconds
 
 
 CLASSES = (
@@ -237,7 +283,7 @@ def classify(name: str) -> str:
 
 
 def profiled(step: Callable[[], None]) -> dict[str, Any]:
-    """Profile one step: device time by class, the costliest operators with shapes, and kernel names.
+    """Profile two steps: device time by class, the costliest operators with shapes, kernel names, idle gaps.
 
     On a CPU, "device time" is the operators' own time there. ``flops`` are torch's (matrix products and
     convolutions), so time and FLOPs of equal shapes give the efficiency by size.
@@ -247,6 +293,7 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda() else [])]
     with profile(activities=activities, record_shapes=True, with_flops=True) as profiler:
+        step()
         step()
     attribute = "self_device_time_total" if on_cuda() else "self_cpu_time_total"
     classes: dict[str, float] = {}
@@ -275,6 +322,11 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
             entry = kernels.setdefault(item.name[:140], [0, 0.0])
             entry[0] += 1
             entry[1] += item.self_device_time_total / 1e6
+    spans = [
+        (item.time_range.start, item.time_range.end)
+        for item in profiler.events() or ()
+        if item.device_type == DeviceType.CUDA
+    ]
     ranked = sorted(kernels.items(), key=lambda pair: -pair[1][1])
     attention = [
         name for name, _ in ranked if any(part in name.lower() for part in ("fmha", "flash", "sdpa"))
@@ -287,4 +339,16 @@ def profiled(step: Callable[[], None]) -> dict[str, Any]:
         "kernel_seconds": sum(entry[1] for entry in kernels.values()),
         "launches": sum(int(entry[0]) for entry in kernels.values()),
         "attention_kernels": attention[:6],
+        "longest_idle_seconds": longest_gap(spans) / 1e6,
     }
+
+
+def longest_gap(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the longest time within which nothing ran, in the unit of ``spans``: beginnings and ends."""
+    longest = 0.0
+    until = None
+    for begin, end in sorted(spans):
+        if until is not None:
+            longest = max(longest, begin - until)
+        until = end if until is None else max(until, end)
+    return longest

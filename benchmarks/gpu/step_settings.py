@@ -15,6 +15,8 @@ _NO_CUDNN = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _TEXT = {"sequence_length": 2048, "micro_batch": 1}
 _LONG = {"sequence_length": 8192, "micro_batch": 1}
+_LENGTHS = (17, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 63)
+"""Of a batch that is padded to its longest sample: cuDNN builds a graph for each length."""
 _IMAGE = {"height": 1024, "width": 1024, "micro_batch": 1}
 
 
@@ -83,8 +85,15 @@ MEMORY = (
     StepRow(_text("qwen3 1.7b n8 prefetch 2", *_MIDDLE, ranks=8, prefetch=2)),
     StepRow(_text("qwen3 0.6b n8 accelerate layout", "qwen3", "qwen3:0.6b", ranks=8, layout="accelerate")),
     StepRow(_text("qwen3 4b n1 ac-full", "qwen3", "qwen3:4b", checkpointing="full")),
+    StepRow(_text("llama3 8b n8 offloaded", *_LARGE, ranks=8), offload=True, timed=2),
+    StepRow(
+        _text("qwen3 1.7b n1 ac-full activations offloaded", *_MIDDLE, checkpointing="full"),
+        offload_activations=True,
+    ),
+    StepRow(_text("qwen3 0.6b n1 of many lengths", "qwen3", "qwen3:0.6b"), lengths=_LENGTHS),
+    _without_cudnn(StepRow(_text("qwen3 0.6b n1 of many lengths", "qwen3", "qwen3:0.6b"), lengths=_LENGTHS)),
 )
-"""Eager steps: 26 settings."""
+"""Eager steps: 30 settings. Those of one model and environment run in one process, one after another."""
 
 VARIANTS = (
     StepRow(_text("qwen3 1.7b n1 compiled", *_MIDDLE), compile=True),

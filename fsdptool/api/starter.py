@@ -346,7 +346,7 @@ _MORE = "Every key: fsdptool schema recipe, and docs/recipes.md"
 
 def _complete_hardware(given: dict[str, Any]) -> bool:
     """Use this machine's GPUs if none are named, else two processes on its CPU (returns True)."""
-    from fsdptool.launch.machine import count_gpus, gpu_name
+    from fsdptool.distributed.devices import count_gpus, gpu_name
 
     if given.get("gpu") is None and given.get("profile") is None:
         here = count_gpus()

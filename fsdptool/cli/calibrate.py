@@ -12,8 +12,12 @@ from fsdptool.errors import ExitCode
 
 
 def command(
-    gpu: Annotated[str, typer.Option(help="GPU on which the runs were measured.")],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders of fsdptool train.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU on which the runs were measured; by default that of --measured."),
+    ] = None,
+    measured: Annotated[Path | None, typer.Option(help="What fsdptool doctor --gpu -o wrote.")] = None,
     context: Annotated[
         str | None, typer.Option(help="Memory of a process before its first tensor, for example '480 MiB'.")
     ] = None,
@@ -30,7 +34,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Fit the machine table of plan --machine to measured runs.
+    """Fit the machine table of plan --machine to measured runs, and to what doctor --gpu measured.
 
     Without -o, the table is printed. Rows of the table given with --machine are kept.
     """
@@ -47,6 +51,7 @@ def command(
         [read_sample(run) for run in runs or []],
         context_bytes=parse_size(context),
         communicator_bytes=parse_size(communicator),
+        measured=measured,
         gpus_file=gpus_file,
         table=machine,
     )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdptool.distributed.devices import Driver, drivers, start_error
 from fsdptool.distributed.rendezvous import join
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.families.objectives.context import Context, use
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 BIND = "FSDPTOOL_NUMA_BINDING"
 """Set to 0 in the environment, workers run on any core and not only on those beside their GPU."""
-
-DRIVER_FILES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""What the drivers of NVIDIA, of AMD and of Windows' Linux show where a machine has GPUs."""
 
 _BEAT_SECONDS = 1.0
 """Between two signs of life of a rank in a :class:`LongWait`."""
@@ -140,19 +138,12 @@ def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
 def _check_no_gpu() -> None:
     """Refuse a machine whose GPUs torch cannot start: on the CPU this rank would never meet the others."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    present = any(Path(path).exists() for path in DRIVER_FILES)
-    # Neither is annotated in torch 2.13.
-    is_built: Any = torch.backends.cuda.is_built
-    initialise: Any = torch.cuda.init
+    present = bool({*drivers()} - {Driver.INTEL})
+    is_built: Any = torch.backends.cuda.is_built  # not annotated in torch 2.13
     if hidden or not present or not is_built():
         return
-    reason = "torch.cuda.is_available() is false"
-    try:
-        initialise()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
     raise ConfigError(
-        f"this machine has GPUs that torch cannot use: {reason}",
+        f"this machine has GPUs that torch cannot use: {start_error()}",
         help="install a driver that suits this build of torch, or set use_cpu: true",
     )
 

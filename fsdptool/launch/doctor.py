@@ -9,14 +9,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_ids, why_unused
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
-from fsdptool.launch.machine import TESTED, untested_versions
+from fsdptool.errors import ConfigError
+from fsdptool.launch.machine import TESTED, live_claims, register_claim, untested_versions
+from fsdptool.records.codec import from_json
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
 from fsdptool.records.diagnostic import Diagnostic, Rule, tool_version
+from fsdptool.records.measurements import MEASURED, Measurements, RankMeasurements
 from fsdptool.records.run import DeviceType
 from fsdptool.runs.trackers import TRACKERS
 
@@ -29,6 +34,9 @@ LIBRARIES = (
 )
 _PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
+_MEASURING = "fsdptool.training.measuring_ranks"
+MEASURING_SECONDS = 600.0
+"""Twice what a busy machine needs; a GPU takes less than two minutes."""
 
 
 def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]:
@@ -93,17 +101,21 @@ def _machine() -> Host:
 
 
 def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
-    from fsdptool.launch.machine import count_gpus, live_claims
-
+    if (reason := why_unused()) is not None:
+        diagnostics.append(
+            Diagnostic("DOC005", "warning", reason, help="runs use the CPU until torch can use these GPUs")
+        )
     if not count_gpus():
         return []
     import torch
 
+    ids = visible_ids()
     claimed = {gpu: run for gpus, run in live_claims() for gpu in gpus}
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+        uuid = uuid_of(ids[index]) if index < len(ids) else None
         devices.append(
             Device(
                 id=str(index),
@@ -111,7 +123,8 @@ def _devices(diagnostics: list[Diagnostic]) -> list[Device]:
                 memory_bytes=total,
                 memory_free_bytes=free,
                 capability=f"{properties.major}.{properties.minor}",
-                run=claimed.get(str(index)),
+                uuid=uuid,
+                run=claimed.get(local_id(uuid) if uuid is not None else str(index)),
             )
         )
         if free < 0.9 * total:
@@ -157,43 +170,90 @@ def _cache(diagnostics: list[Diagnostic]) -> CacheState:
     return CacheState(str(folder), writable, len(entries), sum(entry.bytes for entry in entries))
 
 
-def _probe(device: DeviceType, processes: int) -> Probe:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+def measure(*, cpu: bool = False) -> Measurements:
+    """Measure this machine's GPUs: what plans assume, and whether the trainer's paths work.
+
+    Args:
+        cpu: Rehearse on two processes of the CPU, with small sizes.
+
+    Raises:
+        ConfigError: There are no GPUs, or a live run uses one of them.
+    """
+    processes = 2 if cpu else count_gpus()
+    if not processes:
+        raise ConfigError(
+            f"doctor --gpu measures GPUs but {why_unused() or 'this machine has none'}",
+            help="run it on a machine with GPUs, or rehearse it with --cpu",
+        )
+    began = time.monotonic()
+    device: DeviceType = "cpu" if cpu else "cuda"
+    # Beside a run both would be slower, and the probe may find no memory.
+    with (
+        tempfile.TemporaryDirectory(prefix="fsdptool-measuring-") as folder,
+        register_claim(frozenset() if cpu else frozenset(visible_ids()), Path(folder)),
+    ):
+        probe = _probe(device, min(processes, 2))
+        error = _start(_MEASURING, device, processes, Path(folder), MEASURING_SECONDS)
+        path = Path(folder) / MEASURED
+        ranks = from_json(RankMeasurements, json.loads(path.read_text())) if path.exists() else None
+    versions = {**_versions(), **_gpu_versions()}
+    return Measurements(device, versions, probe, ranks, error, time.monotonic() - began)
+
+
+def _gpu_versions() -> dict[str, str | None]:
+    """Return what torch was built with."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn.version  # not annotated in torch 2.13
+    nccl: Any = torch.cuda.nccl.version
+    built = torch.version.cuda is not None
+    return {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": str(cudnn()) if built else None,
+        "nccl": ".".join(map(str, nccl())) if built else None,
+    }
+
+
+def _start(module: str, device: DeviceType, processes: int, folder: Path, seconds: float) -> str | None:
+    """Run a module on processes of one machine, with a folder and the device as arguments.
+
+    Returns:
+        Why it failed, or None.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", FOLDER: str(folder)}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(prefix="fsdptool-probe-") as folder:
-        environment[FOLDER] = folder
-        argv = [sys.executable, "-P", "-m", "fsdptool.distributed.rendezvous", "torchrun", "--nnodes", "1"]
-        argv += [
-            "--nproc-per-node",
-            str(processes),
-            "--rdzv-backend",
-            LOCAL,
-            "--module",
-            _PROBE,
-            folder,
-            device,
-        ]
-        try:
-            done = subprocess.run(
-                argv,
-                env=environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=PROBE_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _verdict(device, processes, [], f"no result within {PROBE_SECONDS:.0f} s")
-        reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-    if done.returncode == 0 and len(reports) == processes:
-        return _verdict(device, processes, reports, None)
+    argv = [sys.executable, "-P", "-m", "fsdptool.distributed.rendezvous", "torchrun", "--nnodes", "1"]
+    argv += ["--nproc-per-node", str(processes), "--rdzv-backend", LOCAL, "--module", module]
+    try:
+        done = subprocess.run(
+            [*argv, str(folder), device],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no result within {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
     errors = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
-    return _verdict(device, processes, reports, errors[0] if errors else f"exit status {done.returncode}")
+    return errors[0] if errors else f"exit status {done.returncode}"
+
+
+def _probe(device: DeviceType, processes: int) -> Probe:
+    with tempfile.TemporaryDirectory(prefix="fsdptool-probe-") as folder:
+        reason = _start(_PROBE, device, processes, Path(folder), PROBE_SECONDS)
+        reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+    if reason is None and len(reports) != processes:
+        reason = f"{len(reports)} of {processes} processes reported"
+    return _verdict(device, processes, reports, reason)
 
 
 def _verdict(device: DeviceType, processes: int, reports: list[dict[str, Any]], reason: str | None) -> Probe:
@@ -231,4 +291,8 @@ RULES = (
          "fsdptool uses internals of torch and exact behaviour of the model libraries. This version is "
          "outside the range that was tested: it may work, fail, or shard differently.",
          "Install a tested version if something fails."),
+    Rule("DOC005", "torch cannot use the GPUs", "warning",
+         "A driver is loaded and torch counts no GPU: torch is built for other GPUs or for the CPU, its CUDA "
+         "does not start, or CUDA_VISIBLE_DEVICES hides them.",
+         "Install the build of torch that the message names."),
 )  # fmt: skip

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from errno import EACCES, EAGAIN
@@ -17,6 +14,7 @@ from stat import S_ISDIR
 
 from packaging.version import Version
 
+from fsdptool.distributed.devices import count_gpus, gpu_name, local_ids, split_ids, uuids_of, visible_ids
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
@@ -25,15 +23,6 @@ from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE, Cluster
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import write_json
-
-
-def count_gpus() -> int:
-    """Return the NVIDIA GPUs this process may use, without importing torch where there are none."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def visible_gpus(settings: FsdpSettings) -> int:
@@ -46,7 +35,7 @@ def visible_gpus(settings: FsdpSettings) -> int:
 
 def gpu_set(text: str) -> frozenset[str]:
     """Return the GPU ids in a comma list; ``1,0`` equals ``0,1``."""
-    return frozenset(part for part in re.split(r"[,\s]+", text.strip()) if part)
+    return frozenset(split_ids(text))
 
 
 def registry_folders() -> tuple[Path, ...]:
@@ -77,8 +66,7 @@ def requested_gpus(settings: FsdpSettings) -> frozenset[str]:
     """Return the ids of the GPUs a run on this machine would use."""
     if settings.gpu_ids and settings.gpu_ids != "all":
         return gpu_set(settings.gpu_ids)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    everything = sorted(gpu_set(visible), key=str) if visible else [str(i) for i in range(count_gpus())]
+    everything = visible_ids()
     processes = (settings.num_processes or len(everything)) // max(settings.num_machines, 1)
     return frozenset(everything[:processes])
 
@@ -139,7 +127,8 @@ def _write_claims(claims: list[Path], requested: frozenset[str], folder: Path) -
     ours = [registry for registry in registries if _is_ours(registry)]
     if not ours:
         raise OSError(EACCES, "another user can write this folder, or it cannot be made", str(registries[-1]))
-    document = {"gpus": sorted(requested), "run": str(folder), "start": own.start, "boot": own.boot}
+    claim = Claim(uuids_of(sorted(requested)), str(folder))
+    document = {"gpus": claim.gpus, "run": claim.run, "start": own.start, "boot": own.boot}
     with ExitStack() as stack:
         for registry in ours:
             try:
@@ -152,10 +141,16 @@ def _write_claims(claims: list[Path], requested: frozenset[str], folder: Path) -
                 with suppress(OSError):
                     other.unlink(missing_ok=True)
                 continue
-            if shared := sorted(requested & taken[0]):
+            if shared := claim.shared_with(taken):
+                told = "choose other gpu_ids, or wait for that run"
+                if None in claim.gpus.values() or None in taken.gpus.values():
+                    told += (
+                        "; nothing tells the UUIDs of these GPUs, so they are compared by number: set "
+                        "FSDPTOOL_LOCKS to a folder for each job if jobs number their own GPUs from 0"
+                    )
                 raise ConfigError(
-                    f"GPU {', '.join(shared)} is in use by the run in {taken[1]} (process {other.stem})",
-                    help="choose other gpu_ids, or wait for that run",
+                    f"GPU {', '.join(shared)} is in use by the run in {taken.run} (process {other.stem})",
+                    help=told,
                 )
         for registry in ours:
             # Written aside and renamed: a link of that name is replaced, not followed.
@@ -164,25 +159,53 @@ def _write_claims(claims: list[Path], requested: frozenset[str], folder: Path) -
 
 
 def live_claims() -> list[tuple[frozenset[str], str]]:
-    """Return the GPU ids and the run folder of every live run on this machine."""
+    """Return the GPUs and the run folder of every live run on this machine.
+
+    GPUs have the ids that this process would give them, those that it cannot see their UUIDs.
+    """
     found: dict[tuple[frozenset[str], str], None] = {}
     for registry in filter(_is_ours, registry_folders()):
         for path in sorted(registry.glob("*.json")):
             if (claim := _read_claim(path)) is not None:
-                found[claim] = None
+                found[local_ids(claim.gpus), claim.run] = None
     return list(found)
 
 
-def _read_claim(path: Path) -> tuple[frozenset[str], str] | None:
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The GPUs that a run uses.
+
+    Attributes:
+        gpus: UUIDs by the ids that the run gives them: jobs of one machine may each number theirs from 0.
+            None is a GPU whose UUID nothing tells.
+        run: The run folder.
+    """
+
+    gpus: Mapping[str, str | None]
+    run: str
+
+    def shared_with(self, other: Claim) -> tuple[str, ...]:
+        """Return the ids, as this claim gives them, of GPUs that both use."""
+        return tuple(
+            ours
+            for ours, uuid in self.gpus.items()
+            for theirs, known in other.gpus.items()
+            if (ours == theirs if uuid is None or known is None else uuid == known)
+        )
+
+
+def _read_claim(path: Path) -> Claim | None:
     """Return the claim in a file, or None if its process has ended or is another user's than the file."""
     try:
         owner = path.lstat().st_uid
         data = read_json(path, limit=_CLAIM_BYTES)
         process = ProcessIdentity(int(path.stem), int(data["start"]), str(data["boot"]))
-        gpus, run = frozenset(data["gpus"]), data["run"]
-        known = isinstance(run, str) and "\0" not in run and all(isinstance(gpu, str) for gpu in gpus)
+        # A list has ids alone.
+        gpus = dict.fromkeys(data["gpus"]) if isinstance(data["gpus"], list) else dict(data["gpus"])
+        texts = (*gpus, *(uuid for uuid in gpus.values() if uuid is not None), run := data["run"])
+        known = all(isinstance(text, str) for text in texts) and "\0" not in run
         alive = is_alive(process) and Path(f"/proc/{process.pid}").stat().st_uid == owner
-        return (gpus, run) if known and alive else None
+        return Claim(gpus, run) if known and alive else None
     except (OSError, ValueError, KeyError, TypeError, UnreadableError):
         return None
 
@@ -211,37 +234,6 @@ def local_cluster(settings: FsdpSettings) -> Cluster | None:
 
 _PLANNED_VARIABLES = (*ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG")
 """Variables that workers inherit and that change the memory of a run (``planning/hardware.py``)."""
-
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-
-
-def driver_gpus() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs by the files of NVIDIA's driver; empty without them."""
-    names = []
-    for path in sorted(_DRIVER.glob("*/information")):
-        with suppress(OSError):
-            if match := re.search(r"^Model:\s*(\S.*?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE):
-                names.append(match[1])
-    return tuple(names)
-
-
-def gpu_name() -> str | None:
-    """Return the name of the first GPU of this machine, or None if nothing tells it.
-
-    The driver's files tell it for nothing. torch would open a CUDA context, which costs this process half a
-    GiB of the GPU as long as it lives, so it is asked in a process of its own.
-    """
-    if names := driver_gpus():
-        return names[0]
-    ask = "import torch; print(torch.cuda.get_device_properties(0).name)"
-    try:
-        answer = subprocess.run(
-            [sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=120, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
 
 UNTESTED = "DOC004"
 

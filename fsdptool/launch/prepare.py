@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from fsdptool.distributed.devices import count_gpus, why_unused
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.job import FIRST_NODE, PORT, Job
-from fsdptool.launch.machine import count_gpus, local_cluster, untested_versions, visible_gpus
+from fsdptool.launch.machine import local_cluster, untested_versions, visible_gpus
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.command_documents import Unchecked
@@ -315,7 +316,8 @@ def choose_device(settings: FsdpSettings, config_path: Path, *, dry_run: bool = 
         return "cpu"
     if not dry_run and not count_gpus():
         raise ConfigError(
-            f"{config_path} is for {settings.num_processes or 'some'} GPUs but this machine has none",
+            f"{config_path} is for {settings.num_processes or 'some'} GPUs but "
+            + (why_unused() or "this machine has none"),
             help="run it on a machine with GPUs, or train on the CPU with use_cpu: true (or --cpu)",
         )
     return "cuda"

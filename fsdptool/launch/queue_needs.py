@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fsdptool.distributed.devices import local_ids, uuids_of
 from fsdptool.errors import ConfigError
 from fsdptool.launch.create import check_loss
 from fsdptool.launch.machine import gpu_set, requested_gpus
@@ -53,7 +54,8 @@ def find_needs(config: Path, folder: Path, *, cpu: bool = False, visible: str | 
             f"{config} is for {processes} processes; the requested GPUs are {', '.join(sorted(gpus))}",
             help="request one GPU for each process",
         )
-    return Needs(str(folder), gpus=gpus)
+    # By one name each: the runs that occupy GPUs may call them by index or by UUID.
+    return Needs(str(folder), gpus=local_ids(uuids_of(gpus)))
 
 
 def check_run_folder(folder: Path, options: Sequence[str]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
+from fsdptool.files.values import read_object
 from fsdptool.planning.compare import read_prediction, read_summary, sound
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.records.cluster import Machine
+from fsdptool.records.cluster import AttentionRate, Gpu, Machine
+from fsdptool.records.codec import from_json
+from fsdptool.records.measurements import Measurements, RankMeasurements
 from fsdptool.records.plan import Candidate
 
 _FRACTIONS = ("matmul_efficiency", "memory_efficiency")
@@ -49,11 +52,12 @@ def read_sample(folder: Path) -> Sample:
 
 
 def calibrate(
-    gpu: str,
+    gpu: str | None,
     samples: Sequence[Sample],
     *,
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
+    measured: Path | None = None,
     gpus_file: Path | None = None,
     table: Path | None = None,
 ) -> Machine:
@@ -63,20 +67,27 @@ def calibrate(
     compute is the median step less what the prediction gives communication, optimizer and offload.
     The reserved ratio is the largest seen, so that a plan with it errs towards safety.
 
+    Figures of ``measured`` come first; what runs or options say replaces them.
+
     Args:
-        gpu: Catalogue name of the GPU the runs were made on.
+        gpu: Catalogue name of the GPU the runs were made on; None takes that of ``measured``.
         samples: The runs.
         context_bytes: What the driver reported for a process before its first tensor.
         communicator_bytes: What it grew by when the first communicator was opened.
+        measured: What ``fsdptool doctor --gpu`` wrote.
         gpus_file: Further catalogue entries.
         table: Rows to start from instead of the shipped ones.
 
     Raises:
         PlanError: The runs have no measurements to fit, or the GPU is unknown.
     """
-    spec = find_gpu(gpu, gpus_file=gpus_file).gpu
+    ranks = _read_measurements(measured) if measured is not None else None
+    name = gpu or (ranks.gpu if ranks is not None else None)
+    if name is None:
+        raise PlanError("no GPU is named", help="name the GPU of the runs with --gpu")
+    spec = find_gpu(name, gpus_file=gpus_file).gpu
     base = machine_for(spec, table=table)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = _measured_rates(spec, ranks) if ranks is not None else {}
     factors = [factor for sample in samples if (factor := _speed(sample)) is not None]
     if factors:
         factor = statistics.median(factors)
@@ -103,7 +114,8 @@ def calibrate(
             "these runs have no measurements to calibrate from",
             help="train on GPUs with a prediction (fsdptool train), or give --context",
         )
-    origin = ", ".join(sample.folder for sample in samples) or "figures given as options"
+    origins = [sample.folder for sample in samples] + ([str(measured)] if measured is not None else [])
+    origin = ", ".join(origins) or "figures given as options"
     kept = sorted(set(_FRACTIONS) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
     untouched = [name for name in kept if name not in changes]
     source = f"measured: {origin}"
@@ -112,8 +124,79 @@ def calibrate(
     return replace(base, name=spec.name, match=spec.name, measured=True, source=source, **changes)
 
 
+SUSTAINED = 0.78
+"""What training sustains of the best product: on H100 and A100 (``data/architectures.json``)."""
+
+_STREAMED = 0.88
+"""What elementwise operators in training sustain of the best: 0.78 of 0.89 on A100 (the same file)."""
+
+
+def _read_measurements(path: Path) -> RankMeasurements:
+    """Return what ``fsdptool doctor --gpu`` measured.
+
+    Raises:
+        PlanError: It is a rehearsal, or it ended before anything was measured.
+        ConfigError: The file is not such a document.
+    """
+    data = read_object(path, "measurements")
+    body = {field.name: data[field.name] for field in fields(Measurements)}
+    document = from_json(Measurements, body, where=str(path))
+    if document.device == "cpu" or document.ranks is None:
+        what = "a rehearsal on the CPU" if document.device == "cpu" else f"empty: {document.error}"
+        raise PlanError(f"{path} is {what}", help="run `fsdptool doctor --gpu -o FILE` on the GPUs")
+    return document.ranks
+
+
+def _measured_rates(gpu: Gpu, ranks: RankMeasurements) -> dict[str, Any]:
+    """Return the fields of a machine's row that measurements of a device replace."""
+    changes: dict[str, Any] = {}
+    peaks = {name: rate for name, rate in gpu.flops.items() if rate}
+    half = "bfloat16" if "bfloat16" in peaks else "float32"
+    products = [item.flops_per_second for item in ranks.products if item.dtype == half]
+    if products:
+        changes["matmul_efficiency"] = _fraction(SUSTAINED * max(products) / peaks[half])
+    copies = [item.traffic_per_second for item in ranks.copies if item.kind == "device"]
+    if copies:
+        changes["memory_efficiency"] = _fraction(_STREAMED * max(copies) / gpu.memory_bandwidth)
+    if rates := _attention_rates(ranks, peaks[half]):
+        changes["attention"] = rates
+    # Small collectives show the latency of the ring's hops, large ones its rate.
+    if ranks.collectives:
+        fastest = max(item.link_bytes_per_second for item in ranks.collectives)
+        changes["link_efficiency"] = _fraction(fastest / gpu.link_bandwidth)
+        smallest = min(ranks.collectives, key=lambda item: (item.bytes, item.seconds))
+        changes["link_latency"] = smallest.seconds / (smallest.ranks - 1)
+    for name in ("context_bytes", "communicator_bytes", "further_communicator_bytes", "kernel_latency"):
+        if (value := getattr(ranks, name)) is not None:
+            changes[name] = value
+    return changes
+
+
+def _attention_rates(ranks: RankMeasurements, peak: float) -> tuple[AttentionRate, ...]:
+    """Return the fastest kernel's rates at each head size, from causal attention in half precision."""
+    best: dict[int, AttentionRate] = {}
+    for item in ranks.attention:
+        if item.masking != "causal" or item.dtype == "float32" or not item.chosen:
+            continue
+        if not item.forward_seconds or not item.backward_seconds:
+            continue
+        rate = AttentionRate(
+            item.head_size,
+            _fraction(item.flops / item.forward_seconds / peak),
+            _fraction(2.5 * item.flops / item.backward_seconds / peak),
+        )
+        known = best.get(item.head_size)
+        if known is None or rate.forward > known.forward:
+            best[item.head_size] = rate
+    return tuple(best[size] for size in sorted(best))
+
+
+def _fraction(value: float) -> float:
+    return min(max(value, 0.01), 1.0)
+
+
 def _scaled(fraction: float, factor: float) -> float:
-    return min(max(fraction * factor, 0.01), 1.0)
+    return _fraction(fraction * factor)
 
 
 def _speed(sample: Sample) -> float | None:

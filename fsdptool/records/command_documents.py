@@ -99,13 +99,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU. ``run`` is the run folder that claims it, or null."""
+    """One GPU. ``uuid`` is null if nothing tells it; ``run`` is the run folder that claims it, or null."""
 
     id: str
     name: str
     memory_bytes: Count
     memory_free_bytes: Count
     capability: str
+    uuid: str | None
     run: str | None
 
 

@@ -65,6 +65,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "init": DocumentFormat("command_documents.StarterReport", "Starter files"),
     "launch": DocumentFormat("command_documents.LaunchLines", "Launch"),
     "machine": DocumentFormat("cluster.MachineFile", "Machine table", "input", envelope=False),
+    "measurements": DocumentFormat("measurements.Measurements", "Measurements of a machine", "saved"),
     "metrics": DocumentFormat("run.Metrics", "Metrics", envelope=False),
     "migrate": DocumentFormat("config_documents.Migration", "Migration"),
     "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),

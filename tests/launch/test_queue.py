@@ -360,8 +360,8 @@ def test_what_a_gpu_run_needs_comes_from_its_configuration(
     visible: str | None,
     outcome: set[str] | str,
 ) -> None:
-    for module in ("machine", "prepare"):
-        monkeypatch.setattr(f"fsdptool.launch.{module}.count_gpus", lambda: 4)
+    for module in ("distributed.devices", "launch.machine", "launch.prepare"):
+        monkeypatch.setattr(f"fsdptool.{module}.count_gpus", lambda: 4)
     settings = yaml.safe_load((EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text())
     settings = {**settings, "use_cpu": False, **changes}
     if "num_processes" not in changes:

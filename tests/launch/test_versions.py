@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from fsdptool.distributed import devices
 from fsdptool.launch import doctor
 from fsdptool.launch import machine as versions
 from fsdptool.launch.prepare import prepare
@@ -69,7 +70,7 @@ def test_the_gpu_is_named_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "0000:1b:00.0"
     folder.mkdir()
     (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n", encoding="utf-8")
-    monkeypatch.setattr(versions, "_DRIVER", tmp_path)
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     cluster = versions.local_cluster(FsdpSettings(num_processes=2))
     assert cluster is not None and cluster.gpu is not None

@@ -13,8 +13,17 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
 from fsdptool.formatting import amount
+from fsdptool.planning.calibrate import SUSTAINED
 from fsdptool.planning.hardware import load_gpu, machine_for
+from fsdptool.records.command_documents import Probe
 from fsdptool.records.diagnostic import envelope
+from fsdptool.records.measurements import (
+    CollectiveRate,
+    CopyRate,
+    Measurements,
+    ProductRate,
+    RankMeasurements,
+)
 from fsdptool.records.run import Summary
 from fsdptool.runs.events import largest_peak
 
@@ -410,6 +419,43 @@ def test_calibration_makes_a_table_that_plan_reads(
     context = {item["name"]: item["bytes"] for item in after["components"]}["context"]
     assert context == 100 * 2**20
     assert run(["calibrate", "--gpu", "4090"]) == 2
+
+
+def test_what_doctor_measured_changes_a_plan(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = load_gpu("4090")
+    ranks = RankMeasurements(
+        *("NVIDIA GeForce RTX 4090", "8.9", gpu.memory_bytes, 2, "nccl"),
+        context_bytes=100 * 2**20,
+        communicator_bytes=50 * 2**20,
+        kernel_latency=1e-4,
+        # Half of the peak, a quarter of the bandwidth, a tenth of the link.
+        products=(ProductRate("bfloat16", 4096, 4096, 4096, 4 * 4096**3 / gpu.flops["bfloat16"]),),
+        copies=(CopyRate("device", 2**30, 8 * 2**30 / gpu.memory_bandwidth),),
+        collectives=(
+            CollectiveRate("all_gather", 2, 2**16, 2e-5),
+            CollectiveRate("all_gather", 2, 2**30, 5 * 2**30 / gpu.link_bandwidth),
+        ),
+    )
+    probe = Probe("cuda", "nccl", 2, sharded=True, equal=True, difference=0.0, ok=True, reason=None)
+    measured = Measurements("cuda", {"torch": "2.13.0"}, probe, ranks, None, 60.0)
+    path, table = tmp_path / "measured.json", tmp_path / "machine.json"
+    path.write_text(json.dumps(envelope("measurements", measured, measured)))
+    assert run(["calibrate", "--measured", str(path), "-o", str(table)]) == 0
+    row = json.loads(table.read_text())["machines"][0]
+    assert row["match"] == gpu.name
+    assert row["matmul_efficiency"] == pytest.approx(SUSTAINED / 2)
+    assert row["memory_efficiency"] == pytest.approx(0.88 / 4)
+    assert (row["link_efficiency"], row["link_latency"]) == (pytest.approx(0.1), pytest.approx(2e-5))
+    arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"]
+    before, after = (
+        document(capsys, [*arguments, *more])["candidates"][0] for more in ([], ["--machine", str(table)])
+    )
+    components = {item["name"]: item["bytes"] for item in after["components"]}
+    assert (components["context"], components["communicators"]) == (100 * 2**20, 50 * 2**20)
+    # Twenty times the launch time, on a model whose kernels are tiny.
+    assert after["step_seconds"] > 5 * before["step_seconds"]
 
 
 def test_the_function_returns_the_record_with_a_notebook_representation(model: str) -> None:

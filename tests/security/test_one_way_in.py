@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "fsdptool"
 OPENED: dict[str, str] = {
     "cache.py": "the user's own cache, a folder of mode 0700",
     "cli/app.py": "/dev/null, for streams that the caller closed",
+    "distributed/devices.py:_has_intel": "/sys",
+    "distributed/devices.py:driver_gpus": "/proc",
     "distributed/session.py:bind_to_gpu": "/sys",
     "families/bases/catalogue.py": "data of an installed package",
     "families/bases/libraries.py": "the text of an installed library",
@@ -29,7 +31,6 @@ OPENED: dict[str, str] = {
     "inspection/document.py:_line": "the text of an installed library",
     "inspection/source_reads.py:_source": "the text of an installed library",
     "launch/doctor.py:_probe": "a temporary folder of mode 0700",
-    "launch/machine.py:driver_gpus": "/proc",
     "launch/processes.py": "/proc, and the log of a process that is started",
     "launch/queue_file.py:read_row": "the user's own queue, a folder of mode 0700",
     "planning/hardware.py": "data of this package",

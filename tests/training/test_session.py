@@ -11,7 +11,8 @@ import session_cases as cases
 import torch
 from pool import Pool
 
-from fsdptool.distributed import session
+from fsdptool.distributed import devices, session
+from fsdptool.distributed.devices import Driver
 from fsdptool.errors import ConfigError
 from fsdptool.records.sharding import FsdpSettings
 
@@ -62,9 +63,9 @@ def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(session, "DRIVER_FILES", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(devices, "DRIVER_FILES", {Driver.NVIDIA: (str(tmp_path / "missing"),)})
     assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
-    monkeypatch.setattr(session, "DRIVER_FILES", (str(tmp_path),))
+    monkeypatch.setattr(devices, "DRIVER_FILES", {Driver.NVIDIA: (str(tmp_path),)})
     with pytest.raises(ConfigError, match="GPUs that torch cannot use: Torch not compiled with CUDA enabled"):
         session.choose_device(FsdpSettings(), 0)
     assert session.choose_device(FsdpSettings(use_cpu=True), 0) == torch.device("cpu")

@@ -184,7 +184,7 @@ def flops(value: float | None, count: int = 1) -> str:
 @cache
 def _machine() -> dict[str, Any]:
     """Return what this machine has: its GPUs by the driver's files, and its memory."""
-    from fsdptool.launch.machine import driver_gpus
+    from fsdptool.distributed.devices import driver_gpus
 
     return {"gpus": driver_gpus(), "memory_bytes": psutil.virtual_memory().total}
 

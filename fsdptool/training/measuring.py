@@ -1,0 +1,243 @@
+"""Measures one device: products, copies, attention kernels with their workspaces, the launch of an operator.
+
+The code runs on GPUs and, smaller, on CPUs; ``fsdptool doctor --gpu`` and ``benchmarks/gpu`` call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fsdptool.records.measurements import CopyKind, CopyRate, Masking, MeasuredAttention, ProductRate
+
+_BUDGET_SECONDS = 0.2
+"""How long one figure is measured. The largest products run for longer, so that clocks settle."""
+
+_KERNELS = {
+    "cuda": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
+    "cpu": ("FLASH_ATTENTION", "MATH"),
+}
+_MATH_BYTES = 8 << 30
+"""Plain products keep every score: they are left out where that would take more."""
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(call: Callable[[], Any], device: torch.device, *, budget: float = _BUDGET_SECONDS) -> float:
+    """Return the seconds of one call: an average over as many as ``budget`` seconds hold, two at least."""
+    call()
+    wait(device)
+    began = time.perf_counter()
+    call()
+    wait(device)
+    repeats = max(2, min(1000, int(budget / max(time.perf_counter() - began, 1e-6))))
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def measure_products(device: torch.device, *, small: bool = False) -> Iterator[ProductRate]:
+    """Yield rates of products: squares, and the shapes of an 8 B decoder over 2,048 tokens.
+
+    Operands are random: a GPU computes faster on zeros, because its clock follows its power.
+    """
+    squares = (64, 128) if small else (1024, 2048, 4096, 8192, 16384)
+    shapes = [("bfloat16", size, size, size) for size in squares]
+    shapes += [("float32", size, size, size) for size in squares[:3]]
+    if not small:
+        sides = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 128256))
+        shapes += [("bfloat16", 2048, k, n) for k, n in sides]
+    for dtype, m, k, n in shapes:
+        a = torch.randn(m, k, device=device).to(getattr(torch, dtype))
+        b = torch.randn(k, n, device=device).to(getattr(torch, dtype))
+        took = seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        yield ProductRate(dtype, m, k, n, took)
+
+
+def measure_copies(device: torch.device, *, small: bool = False) -> Iterator[CopyRate]:
+    """Yield rates of copies within the device, and on GPUs to and from page-locked memory."""
+    for size in (1 << 20,) if small else (1 << 24, 1 << 28, 1 << 30):
+        a = torch.zeros(size, dtype=torch.uint8, device=device)
+        b = torch.empty_like(a)
+        yield CopyRate("device", size, seconds(lambda a=a, b=b: b.copy_(a), device))  # type: ignore[misc]
+    if device.type == "cuda":
+        size = 1 << 28
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        pairs: tuple[tuple[CopyKind, Any, Any], ...] = (
+            ("host_to_device", there, here),
+            ("device_to_host", here, there),
+        )
+        for kind, to, source in pairs:
+            took = seconds(lambda to=to, source=source: to.copy_(source), device)  # type: ignore[misc]
+            yield CopyRate(kind, size, took)
+
+
+def kernel_latency(device: torch.device) -> float:
+    """Return the seconds that the host needs to launch one operator."""
+    tiny = torch.zeros(1, device=device)
+    return seconds(lambda: tiny.add_(1), device)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Operands of attention, and how they are masked; fields as in :class:`MeasuredAttention`."""
+
+    dtype: str
+    sequences: int
+    heads: int
+    key_heads: int
+    length: int
+    head_size: int
+    masking: Masking = "causal"
+    repeated: bool = False
+
+    def flops(self) -> float:
+        """FLOPs of forward that a kernel does not skip; documents are four of equal length."""
+        whole = 4.0 * self.sequences * self.heads * self.length**2 * self.head_size
+        return whole / {"mask": 1, "causal": 2, "documents": 8}[self.masking]
+
+    def operands(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return random queries, keys and values of ``[sequences, heads, length, head size]``."""
+        sizes = (self.heads, *((self.heads if self.repeated else self.key_heads,) * 2))
+        query, key, value = (
+            torch.randn(
+                *(self.sequences, heads, self.length, self.head_size),
+                device=device,
+                dtype=getattr(torch, self.dtype),
+                requires_grad=True,
+            )
+            for heads in sizes
+        )
+        return query, key, value
+
+
+def usual_shapes(*, small: bool = False) -> tuple[Shape, ...]:
+    """Return the shapes that decide which kernel language models get: grouped queries, masks, fp32."""
+    length, heads, grouped = (64, 4, 2) if small else (4096, 32, 8)
+    half = Shape("bfloat16", 1, heads, grouped, length, 16 if small else 128)
+    plain = replace(half, key_heads=heads)
+    wide = replace(half, dtype="float32", length=length // 2)
+    return (
+        plain,
+        half,
+        replace(half, masking="documents"),
+        replace(plain, masking="mask"),
+        replace(half, masking="mask", repeated=True),
+        replace(plain, head_size=8 if small else 64),
+        wide,
+        replace(wide, repeated=True),
+        *(() if small else (replace(half, length=8192), replace(plain, head_size=256))),
+    )
+
+
+def measure_attention(device: torch.device, shapes: Sequence[Shape]) -> Iterator[MeasuredAttention]:
+    """Yield every kernel that could run each shape, with its time and workspaces or why it refuses."""
+    for shape in shapes:
+        if shape.masking == "documents":
+            yield _measured(shape, "VARLEN", True, device, _varlen(shape, device))
+            continue
+        operands = shape.operands(device)
+        options: dict[str, Any] = {"is_causal": True} if shape.masking == "causal" else {}
+        if shape.masking == "mask":
+            mask = torch.ones(shape.length, shape.length, device=device, dtype=torch.bool).tril_()
+            options["attn_mask"] = mask.expand(shape.sequences, 1, -1, -1)
+        options["enable_gqa"] = operands[1].shape[1] != shape.heads
+        chosen = SDPBackend(torch._fused_sdp_choice(*operands, **options)).name
+        for kernel in _KERNELS[device.type]:
+            scores = shape.sequences * shape.heads * shape.length**2 * operands[0].element_size()
+            if kernel == "MATH" and 4 * scores > _MATH_BYTES and kernel != chosen:
+                continue
+
+            def attend(
+                kernel: str = kernel, operands: Any = operands, options: dict[str, Any] = options
+            ) -> Any:
+                with sdpa_kernel([getattr(SDPBackend, kernel)]):
+                    return scaled_dot_product_attention(*operands, **options)
+
+            yield _measured(shape, kernel, kernel == chosen, device, attend)
+
+
+def _varlen(shape: Shape, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return attention over four packed documents by torch's variable-length kernel (2.13)."""
+    quarter = shape.length // 4
+    ends = torch.arange(0, shape.length + 1, quarter, dtype=torch.int32, device=device)
+    query, key, value = (
+        part.detach().transpose(1, 2).flatten(0, 1).requires_grad_() for part in shape.operands(device)
+    )
+
+    def attend() -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped: dict[str, Any] = {"enable_gqa": True} if shape.key_heads != shape.heads else {}
+        out: Any = varlen_attn(
+            query, key, value, ends, ends, quarter, quarter, window_size=(-1, 0), **grouped
+        )
+        attended: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return attended
+
+    return attend
+
+
+def _measured(
+    shape: Shape, kernel: str, chosen: bool, device: torch.device, attend: Callable[[], torch.Tensor]
+) -> MeasuredAttention:
+    """Return the time and the workspaces of a kernel at a shape."""
+    row = MeasuredAttention(
+        *(shape.dtype, shape.sequences, shape.heads, shape.key_heads, shape.length, shape.head_size),
+        masking=shape.masking,
+        repeated=shape.repeated,
+        kernel=kernel,
+        chosen=chosen,
+        flops=shape.flops(),
+    )
+    differentiate: Any = torch.autograd.backward
+    try:
+        with _Workspace(device) as forward:
+            out = attend()
+        gradient = torch.randn_like(out)
+        with _Workspace(device) as backward:
+            differentiate(out, gradient)
+        del out
+        took = seconds(attend, device)
+        both = seconds(lambda: differentiate(attend(), gradient), device)
+    except (RuntimeError, NotImplementedError, TypeError, ImportError) as error:
+        return replace(row, refused=str(error).strip().splitlines()[0][:160])
+    return replace(
+        row,
+        forward_seconds=took,
+        backward_seconds=max(both - took, 0.0),
+        forward_workspace_bytes=forward.bytes,
+        backward_workspace_bytes=backward.bytes,
+    )
+
+
+class _Workspace:
+    """Counts what a call takes from the device beyond what it leaves or found: its temporary memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self.bytes: int | None = None
+
+    def __enter__(self) -> _Workspace:
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._device is not None:
+            kept = max(self._before, torch.cuda.memory_allocated(self._device))
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - kept

@@ -1,0 +1,51 @@
+"""``doctor --gpu``: rehearsed for real on two processes, and refused where there is nothing to measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from fsdptool.cli.app import run
+from fsdptool.files.values import load_schema
+
+
+def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--gpu", "-o", str(tmp_path / "measured.json")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "error: doctor --gpu measures GPUs but this machine has none",
+        "help: run it on a machine with GPUs, or rehearse it with --cpu",
+    ]
+    assert run(["doctor", "--cpu"]) == 2
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_rehearsal_measures_everything_and_calibrates_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.json"
+    assert run(["doctor", "--gpu", "--cpu", "-o", str(path)]) == 0, capsys.readouterr().err
+    document = json.loads(path.read_text())
+    Draft202012Validator(load_schema("measurements")).validate(document)
+    ranks = document["ranks"]
+    assert (document["error"], ranks["backend"], ranks["processes"]) == (None, "gloo", 2)
+    assert [(attempt["kind"], attempt["ok"]) for attempt in ranks["attempts"]] == [
+        ("offload", True),
+        ("asynchronous_save", True),
+        ("full_save", True),
+    ]
+    kernels = {(row["masking"], row["repeated"]) for row in ranks["attention"]}
+    assert kernels == {
+        ("causal", False),
+        ("causal", True),
+        ("documents", False),
+        ("mask", False),
+        ("mask", True),
+    }
+    assert all(row["seconds"] > 0 for row in (*ranks["products"], *ranks["copies"], *ranks["collectives"]))
+    assert run(["calibrate", "--measured", str(path)]) == 2
+    assert "is a rehearsal on the CPU" in capsys.readouterr().err
