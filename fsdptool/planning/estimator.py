@@ -150,6 +150,7 @@ class Estimator:
         mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         rank = self._rank(point, recipe, settings, mesh)
         loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
+        expandable = expands(cluster, self.loop)
         footprint = self._reserved.foresee(
             trace,
             rank.memory,
@@ -159,7 +160,7 @@ class Estimator:
             traced=(key, self.worst_routing),
             timeline=detail,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
-            expandable=expands(cluster),
+            expandable=expandable,
             workspaces=workspaces(cluster),
             loop=replace(self.loop, loading=loading),
         )
@@ -185,7 +186,9 @@ class Estimator:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
-        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine)
+        candidate = assemble(
+            id, point, cluster, footprint, verdict, timing, machine, expandable=expandable
+        )
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked, rank) * (recipe.batch.accumulation * mesh.data_ranks)

@@ -20,6 +20,7 @@ from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.followed_loop import suited
+from fsdptool.planning.hardware import expands
 from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
@@ -327,7 +328,7 @@ def _conclude(
         cluster = inputs.clusters[shown_point.cluster]
         extra["mesh"] = mesh_choice(result.candidates, chosen, cluster, prefer=inputs.prefer)
     lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
-    diagnostics += advise_lengths(lengths)
+    diagnostics += advise_lengths(lengths, expandable=expands(inputs.clusters[place], inputs.loop))
     sample = sample_size(estimator.spec, inputs.recipe)
     details = {
         "asked": list(result.requested),
