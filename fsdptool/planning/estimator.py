@@ -26,6 +26,7 @@ from fsdptool.planning.step_time import (
     Timing,
     Traffic,
     exchanged_bytes,
+    hosted_bytes,
     fill,
     measure_traffic,
     model_states,
@@ -186,9 +187,7 @@ class Estimator:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
-        candidate = assemble(
-            id, point, cluster, footprint, verdict, timing, machine, expandable=expandable
-        )
+        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked, rank) * (recipe.batch.accumulation * mesh.data_ranks)
@@ -244,7 +243,8 @@ class Estimator:
                     seconds = exchange_seconds(part, plan, exchange)
                     self._costs[waits] = unit_costs(seconds, part.repeats, plan)
                 sums.append(self._costs[waits])
-            return fill(traffic, self._costs[key], point.cp, shared, sums)
+            hosted = unit_costs(hosted_bytes(part), part.repeats, plan)
+            return fill(traffic, self._costs[key], point.cp, shared, sums, hosted)
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []

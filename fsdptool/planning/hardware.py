@@ -264,7 +264,9 @@ def expands(cluster: Cluster, loop: TrainingLoop) -> bool:
     ``fsdptool train`` switches them on unless the environment configures the allocator
     (``launch/command.py``); other programs' loops leave torch's default, which is off.
     """
-    values = [cluster.environment[name].lower() for name in ALLOCATOR_VARIABLES if name in cluster.environment]
+    values = [
+        cluster.environment[name].lower() for name in ALLOCATOR_VARIABLES if name in cluster.environment
+    ]
     if not values:
         return loop.program == OWN_LOOP.program
     return any("expandable_segments:true" in value for value in values)

@@ -54,7 +54,10 @@ def checkpointed(order: tuple[int, ...], *, offload: bool, saved: tuple[str, ...
         Unit(f"b{i}", "block", (f"blocks.{i}",), "Block", (), checkpointed=True, save_operators=saved)
         for i in range(max(order) + 1)
     )
-    assert checkpoint_units(model, UnitPlan("native", units, None, None, None), offload=offload) == max(order) + 1
+    assert (
+        checkpoint_units(model, UnitPlan("native", units, None, None, None), offload=offload)
+        == max(order) + 1
+    )
     return model
 
 
@@ -115,7 +118,10 @@ class Copies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.alive: list[weakref.ref[Any]] = []
-        for name, copy in (("to_host", activation_offload.to_host), ("to_device", activation_offload.to_device)):
+        for name, copy in (
+            ("to_host", activation_offload.to_host),
+            ("to_device", activation_offload.to_device),
+        ):
             monkeypatch.setattr(activation_offload, name, self._watched(name, copy))
 
     def _watched(self, name: str, copy: Callable[..., Any]) -> Callable[..., Any]:
