@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.activation_offload import ActivationOffload
