@@ -1,7 +1,7 @@
 """Keeps the inputs of checkpointed blocks in host memory between forward and backward.
 
-torch's ``save_on_cpu`` copies on the stream that computes (2.13, ``torch/autograd/graph.py``), so nothing hides
-its copies. Here a stream of its own copies a block's inputs while the next block computes, and fetches them
+torch's ``save_on_cpu`` copies on the stream that computes (2.13, ``torch/autograd/graph.py``), so nothing
+hides its copies. Here a stream of its own copies a block's inputs while the next block computes, and fetches them
 while the block behind it computes backward. The last two blocks of a forward stay on the device: backward
 begins there. Page-locked memory comes from torch's cache, which hands freed buffers out again once their
 copies are done (2.13, ``ATen/core/CachingHostAllocator.h``). CPU tensors take the same way without a stream.
@@ -159,13 +159,13 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
-    """Return a copy in host memory, page-locked if ``tensor`` is on a GPU, and what says that it is complete."""
+    """Return a copy in host memory, page-locked for a GPU, and what says that it is complete."""
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return host, _copy(host, tensor, tensor.device)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Event | None]:
-    """Return a copy on ``device``, in memory of the stream that computes, and what says that it is complete."""
+    """Return a copy on ``device``, allocated by the stream that computes, and its event."""
     tensor = torch.empty_like(host, device=device)
     return tensor, _copy(tensor, host, device)
 

@@ -230,11 +230,6 @@ def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
     assert "fsdp_activation_checkpointing: true" in page.locator(".source").first.text_content()
     page.goto(address)
     answered(page)
-    row = page.locator("tr", has_text="expandable segments").first
-    row.locator("text=Apply").click()
-    page.wait_for_url("**expandable_segments=yes**")
-    answered(page)
-    assert "--expandable-segments" in page.locator(".command code").text_content()
     row = page.locator("tr", has_text="full activation checkpointing")
     row.locator("text=Apply").click()
     page.wait_for_url("**checkpointing=full**")
