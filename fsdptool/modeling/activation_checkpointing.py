@@ -92,7 +92,9 @@ def _recomputed(
             return checkpoint(flat, *leaves, **options)
 
     # A compiled block's graph contains its recomputation. It cannot contain copies on another stream.
-    return run if host is None else torch.compiler.disable(run_offloaded, recursive=False)
+    if host is None:
+        return run
+    return torch.compiler.disable(run_offloaded, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _selective(texts: Sequence[str]) -> _Contexts:

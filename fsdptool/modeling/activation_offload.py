@@ -1,10 +1,11 @@
 """Keeps the inputs of checkpointed blocks in host memory between forward and backward.
 
 torch's ``save_on_cpu`` copies on the stream that computes (2.13, ``torch/autograd/graph.py``), so nothing
-hides its copies. Here a stream of its own copies a block's inputs while the next block computes, and fetches them
-while the block behind it computes backward. The last two blocks of a forward stay on the device: backward
-begins there. Page-locked memory comes from torch's cache, which hands freed buffers out again once their
-copies are done (2.13, ``ATen/core/CachingHostAllocator.h``). CPU tensors take the same way without a stream.
+hides its copies. Here a stream of its own copies a block's inputs while the next block computes, and
+fetches them while the block behind it computes backward. The last two blocks of a forward stay on the
+device: backward begins there. Page-locked memory comes from torch's cache, which hands freed buffers out
+again once their copies are done (2.13, ``ATen/core/CachingHostAllocator.h``). CPU tensors take the same
+way without a stream.
 """
 
 from __future__ import annotations
