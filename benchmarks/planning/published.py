@@ -68,7 +68,12 @@ def predict(row: Mapping[str, Any]) -> Candidate:
     with tempfile.TemporaryDirectory() as folder:
         recipe, cluster = Path(folder) / "recipe.yaml", Path(folder) / "cluster.yaml"
         recipe.write_text(json.dumps(row["recipe"]))
-        cluster.write_text(json.dumps(row["cluster"]))
+        # These programs leave torch's default where they set nothing; ``fsdptool train`` does not.
+        environment = {
+            "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+            **row["cluster"].get("environment", {}),
+        }
+        cluster.write_text(json.dumps({**row["cluster"], "environment": environment}))
         files = {"recipe": recipe, "clusters": (cluster,), "gpus_file": GPUS}
         options = cast("Options", {**files, **row["options"], "search": False})
         return make_plan(read_request(options)).candidates[0]

@@ -163,6 +163,9 @@ def _environment(
             chosen["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
         if not {*ALLOCATOR_VARIABLES} & {*chosen, *os.environ}:
             chosen |= EXPANDABLE
+        # On Hopper and B200 torch takes cuDNN's attention first, also with masks (2.13, ``sdp_utils.cpp``:
+        # ``check_prefer_cudnn_attention``). It builds a graph per shape, and plans assume the others.
+        chosen.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
         # A collective that times out leaves every rank's last collectives behind.
         chosen["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
         chosen["TORCH_FR_BUFFER_SIZE"] = "2000"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdptool.errors import ConfigError
+from fsdptool.modeling.activation_offload import ActivationOffload
 from fsdptool.records.checkpointing import (
     OPERATOR_CLASSES,
     SAVED_OPERATORS,
@@ -49,20 +50,23 @@ def checkpoint_units(model: nn.Module, plan: UnitPlan, *, offload: bool = False)
         ConfigError: An operator to save does not exist.
     """
     count = 0
+    host = ActivationOffload() if offload else None
     for unit in plan.units:
         if not unit.checkpointed:
             continue
         contexts = _selective(unit.save_operators) if unit.save_operators else None
         for path in unit.modules:
             module = model.get_submodule(path)
-            module.forward = _recomputed(module.forward, contexts, offload)
+            module.forward = _recomputed(module.forward, contexts, host)
             # Blocks that keep different outputs are not alike (``memory/tracing/layer_extrapolation.py``).
             module.forward.saved = unit.save_operators  # type: ignore[attr-defined]
             count += 1
     return count
 
 
-def _recomputed(forward: Callable[..., Any], contexts: _Contexts | None, offload: bool) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], contexts: _Contexts | None, host: ActivationOffload | None
+) -> Callable[..., Any]:
     options: dict[str, Any] = {"use_reentrant": False}
     if contexts is not None:
         options["context_fn"] = contexts
@@ -71,12 +75,26 @@ def _recomputed(forward: Callable[..., Any], contexts: _Contexts | None, offload
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if not offload:
-            return checkpoint(forward, *args, **options, **kwargs)
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
 
-    return run
+    @functools.wraps(forward)
+    def run_offloaded(*args: Any, **kwargs: Any) -> Any:
+        if host is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # ``checkpoint`` saves the tensors among its arguments, and holds others, also in tuples, by itself.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def flat(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return forward(*args, **kwargs)
+
+        with host.block(leaves):
+            return checkpoint(flat, *leaves, **options)
+
+    # A compiled block's graph contains its recomputation. It cannot contain copies on another stream.
+    if host is None:
+        return run
+    return torch.compiler.disable(run_offloaded, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _selective(texts: Sequence[str]) -> _Contexts:

@@ -172,25 +172,31 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     ]
 
 
-def advise_lengths(lengths: LengthsReplay | None) -> list[Diagnostic]:
-    """Say where steps of varying lengths run out of memory, though steps of the longest one may fit."""
-    fixed = next((item for item in lengths.replays if not item.expandable), None) if lengths else None
-    if fixed is None or not fixed.retried_orders:
+def advise_lengths(lengths: LengthsReplay | None, *, expandable: bool) -> list[Diagnostic]:
+    """Say where steps of varying lengths run out of memory, though steps of the longest one may fit.
+
+    Args:
+        lengths: The replay; None or without GPUs there is nothing to say.
+        expandable: Whether the run has expandable segments.
+    """
+    replays = {item.expandable: item for item in lengths.replays} if lengths is not None else {}
+    run = replays.get(expandable)
+    if run is None or not run.retried_orders:
         return []
-    if fixed.failed_orders:
+    if run.failed_orders:
         message = (
-            f"{fixed.failed_orders} of {fixed.orders} orders of the data's lengths run out of memory, the"
-            f" earliest in step {fixed.first_failure_step}"
+            f"{run.failed_orders} of {run.orders} orders of the data's lengths run out of memory, the"
+            f" earliest in step {run.first_failure_step}"
         )
     else:
         message = (
-            f"{fixed.retried_orders} of {fixed.orders} orders of the data's lengths fill the GPU, the"
-            f" earliest in step {fixed.first_retry_step}: the allocator then empties its cache, which makes"
+            f"{run.retried_orders} of {run.orders} orders of the data's lengths fill the GPU, the"
+            f" earliest in step {run.first_retry_step}: the allocator then empties its cache, which makes"
             " all ranks wait"
         )
-    growing = next(item for item in lengths.replays if item.expandable) if lengths else fixed
+    growing = replays[True]
     remedy = "use a smaller micro-batch or a shorter --seq-len, or pack the samples"
-    if growing.failed_orders < fixed.failed_orders or not growing.retried_orders:
+    if growing.failed_orders < run.failed_orders or not growing.retried_orders:
         remedy = f"set PYTORCH_ALLOC_CONF=expandable_segments:True; or {remedy}"
     return [Diagnostic("PLN014", "warning", message, help=remedy)]
 

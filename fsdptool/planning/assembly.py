@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fsdptool.planning.hardware import expands
 from fsdptool.planning.step_time import Timing
 from fsdptool.planning.verdict import FitCheck, reserved_range
 from fsdptool.records.cluster import Cluster, Machine
@@ -17,8 +16,13 @@ def assemble(
     verdict: FitCheck,
     timing: Timing | None,
     machine: Machine,
+    *,
+    expandable: bool,
 ) -> Candidate:
-    """Return the candidate; its FLOPs are added by who knows them."""
+    """Return the candidate; its FLOPs are added by who knows them.
+
+    With ``expandable`` segments, what is reserved has no range.
+    """
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:
         per_second = cluster.price_per_gpu_hour * cluster.world_size / 3600
@@ -49,7 +53,7 @@ def assemble(
         phases=footprint.phases if footprint.timeline else (),
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
-        reserved_range_bytes=None if expands(cluster) else reserved_range(footprint, machine),
+        reserved_range_bytes=None if expandable else reserved_range(footprint, machine),
         allocated_peak_range_bytes=footprint.allocated_peak_range_bytes,
     )
 

@@ -27,6 +27,7 @@ from fsdptool.planning.step_time import (
     Traffic,
     exchanged_bytes,
     fill,
+    hosted_bytes,
     measure_traffic,
     model_states,
     module_costs,
@@ -152,6 +153,7 @@ class Estimator:
         mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
         rank = self._rank(point, recipe, settings, mesh)
         loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
+        expandable = expands(cluster, self.loop)
         footprint = self._reserved.foresee(
             trace,
             rank.memory,
@@ -161,7 +163,7 @@ class Estimator:
             traced=(key, self.worst_routing),
             timeline=detail,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
-            expandable=expands(cluster),
+            expandable=expandable,
             workspaces=workspaces(cluster),
             loop=replace(self.loop, loading=loading),
         )
@@ -187,7 +189,7 @@ class Estimator:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
-        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine)
+        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked, rank) * (recipe.batch.accumulation * mesh.data_ranks)
@@ -243,7 +245,8 @@ class Estimator:
                     seconds = exchange_seconds(part, plan, exchange)
                     self._costs[waits] = unit_costs(seconds, part.repeats, plan)
                 sums.append(self._costs[waits])
-            return fill(traffic, self._costs[key], point.cp, shared, sums)
+            hosted = unit_costs(hosted_bytes(part), part.repeats, plan)
+            return fill(traffic, self._costs[key], point.cp, shared, sums, hosted)
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []

@@ -20,6 +20,7 @@ from fsdptool.errors import PlanError
 from fsdptool.records.cluster import ALLOCATOR_VARIABLES, AttentionRate, Cluster, Gpu, Machine
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 
 _GPUS = Path(__file__).parent / "data" / "gpus.json"
 _NOISE = frozenset(
@@ -257,9 +258,17 @@ _THREADS = 2
 """Threads that multiply matrices: the one that runs forward and autograd's own for the device."""
 
 
-def expands(cluster: Cluster) -> bool:
-    """Return whether the run's environment switches expandable segments on."""
-    values = (cluster.environment.get(name, "").lower() for name in ALLOCATOR_VARIABLES)
+def expands(cluster: Cluster, loop: TrainingLoop) -> bool:
+    """Return whether a run has expandable segments.
+
+    ``fsdptool train`` switches them on unless the environment configures the allocator
+    (``launch/command.py``); other programs' loops leave torch's default, which is off.
+    """
+    values = [
+        cluster.environment[name].lower() for name in ALLOCATOR_VARIABLES if name in cluster.environment
+    ]
+    if not values:
+        return loop.program == OWN_LOOP.program
     return any("expandable_segments:true" in value for value in values)
 
 

@@ -95,7 +95,7 @@ class Options(TypedDict, total=False):
     host_memory: Annotated[str | int | None, Option("Host memory per node: '2 TiB'.", "Hardware")]
     price: Annotated[float | None, Option("Price per GPU hour.", "Hardware")]
     expandable_segments: Annotated[bool, Option(
-        "Plan for workers with PYTORCH_ALLOC_CONF=expandable_segments:True.", "Hardware")]
+        "Plan for workers with PYTORCH_ALLOC_CONF=expandable_segments:True (train's default).", "Hardware")]
     profile: Annotated[str | None, Option("Device profile", "Hardware", choices=DEVICE_PROFILES)]
     recipe: Annotated[str | Path | Recipe | None, Option("Recipe file.", "Recipe")]
     config: Annotated[str | Path | FsdpSettings | None, Option(

@@ -101,6 +101,8 @@ class Stage:
             the same ones.
         reordered_bytes: Unsharded bytes of what is not sharded along dimension 0, in the parameter dtype:
             they are copied once more when they are gathered, and when their gradients are reduced.
+        hosted_bytes: Bytes of activations that forward copies to the host and backward copies back, on a
+            stream of their own: a block takes as long as it computes, or as its copy.
     """
 
     gather_bytes: float
@@ -115,6 +117,7 @@ class Stage:
     summed_backward: float = 0.0
     experts: bool = False
     reordered_bytes: float = 0.0
+    hosted_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +211,15 @@ def time_step(
         stage.summed_backward + stage.exchanges * seconds
         for stage, seconds in zip(stages, moved, strict=True)
     ]
-    forward = [stage.forward + seconds for stage, seconds in zip(stages, inward, strict=True)]
-    backward = [stage.backward + seconds for stage, seconds in zip(stages, outward, strict=True)]
+    copies = [stage.hosted_bytes / _HOST_LINK for stage in stages]
+    forward = [
+        max(stage.forward + seconds, copy)
+        for stage, seconds, copy in zip(stages, inward, copies, strict=True)
+    ]
+    backward = [
+        max(stage.backward + seconds, copy)
+        for stage, seconds, copy in zip(stages, outward, copies, strict=True)
+    ]
     gathers = [shards[stage.experts].gather(stage.gather_bytes) for stage in stages]
     again = [rings[stage.backward_ranks, stage.experts].gather(stage.gather_bytes) for stage in stages]
     reduces = [

@@ -20,6 +20,7 @@ from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.followed_loop import suited
+from fsdptool.planning.hardware import expands
 from fsdptool.planning.lengths import replay_lengths
 from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
@@ -323,7 +324,7 @@ def _conclude(
     if chosen is not None and len(result.candidates) > 1:
         mesh = mesh_choice(result.candidates, chosen, inputs.clusters[place], prefer=inputs.prefer)
     lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
-    diagnostics += advise_lengths(lengths)
+    diagnostics += advise_lengths(lengths, expandable=expands(inputs.clusters[place], inputs.loop))
     sample = sample_size(estimator.spec, inputs.recipe)
     details = replace(
         _common_details(estimator, inputs, shown_point, inputs.clusters[place]),

@@ -26,7 +26,7 @@ from fsdptool.records.cluster import Cluster, Gpu, Machine
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import UnitPlan
-from fsdptool.records.trace import Repeat, Segment, Trace
+from fsdptool.records.trace import KINDS, Repeat, Segment, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,19 @@ def exchanged_bytes(trace: Trace) -> dict[str, int]:
         if size:
             exchanged[owner] = exchanged.get(owner, 0) + size
     return exchanged
+
+
+def hosted_bytes(trace: Trace) -> dict[str, Cost]:
+    """Return what is copied to the host while every traced module runs forward, under ``forward``."""
+    hosted: dict[str, Cost] = {}
+    kind = KINDS.index("offloaded")
+    for owner, segment in owners_of(trace):
+        size = sum(
+            trace.sizes[event - 1] for event in segment.events if event > 0 and trace.kinds[event - 1] == kind
+        )
+        if size:
+            hosted[owner] = hosted.get(owner, Cost()) + Cost(forward=float(size))
+    return hosted
 
 
 def copies_of(path: str, repeats: Sequence[Repeat], within: str = "") -> int:
@@ -280,6 +293,7 @@ def fill(
     sharing: int = 1,
     exchanged: Sequence[int] | None = None,
     sums: Sequence[Sequence[Cost]] = (),
+    hosted: Sequence[Cost] | None = None,
 ) -> list[Stage]:
     """Return the stages with their work.
 
@@ -289,6 +303,7 @@ def fill(
         sharing: Ranks that share a sequence, and so its work.
         exchanged: Bytes each unit gathers from them in forward.
         sums: Seconds each unit waits for its tensor-parallel and for its expert-parallel group.
+        hosted: Bytes of activations each unit copies to the host, under ``forward``.
     """
     return [
         replace(
@@ -298,6 +313,7 @@ def fill(
             exchanged=exchanged[place] if exchanged is not None else 0,
             summed_forward=sum((waits[place].forward for waits in sums), 0.0),
             summed_backward=sum((waits[place].backward for waits in sums), 0.0),
+            hosted_bytes=hosted[place].forward if hosted is not None else 0.0,
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]

@@ -18,7 +18,7 @@ from fsdptool.planning.search_point import changed_settings
 from fsdptool.planning.verdict import highest_total
 from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import EXPANDABLE, Cluster, Gpu
-from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
+from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint, TrainingLoop
 
 COSTS = {
     SuggestionKind.QUANTISED_BASE: Cost(
@@ -71,7 +71,7 @@ def suggest(
     cluster = inputs.clusters[point.cluster]
     suggestions: list[Suggestion] = []
     combined, combined_cluster = point, cluster
-    for change in _changes(point, cluster):
+    for change in _changes(point, cluster, estimator.loop):
         candidate = _evaluate(estimator, change, inputs, replay=True)
         if candidate is None or not _saves(candidate, requested):
             continue
@@ -94,14 +94,14 @@ def suggest(
     return tuple(suggestions)
 
 
-def _changes(point: SearchPoint, cluster: Cluster) -> Iterator[_Change]:
+def _changes(point: SearchPoint, cluster: Cluster, loop: TrainingLoop) -> Iterator[_Change]:
     """Yield the changes worth trying, cheapest first."""
     kind = SuggestionKind
 
     def change(kind: SuggestionKind, text: str, **settings: object) -> _Change:
         return _Change(kind, text, replace(point, **settings), cluster)  # type: ignore[arg-type]
 
-    if cluster.gpu is not None and not expands(cluster):
+    if cluster.gpu is not None and not expands(cluster, loop):
         yield _expandable(point, cluster)
     if point.reshard_after_forward is not True:
         yield change(kind.RESHARD, "reshard after forward", reshard_after_forward=True)

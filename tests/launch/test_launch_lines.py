@@ -158,6 +158,23 @@ def test_gpus_get_expandable_segments_unless_the_allocator_is_configured(
     assert variables("cuda") == {}, "what is exported reaches the workers by itself"
 
 
+def test_attention_is_the_kernel_that_plans_assume_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    monkeypatch.delenv(name, raising=False)
+
+    def variable(device: str, **cluster: str) -> str | None:
+        made = build_command(tmp_path, FsdpSettings(), processes=1, device=device, variables=cluster)
+        return made.environment.get(name)
+
+    assert variable("cuda") == "1"
+    assert variable("cpu") is None
+    assert variable("cuda", **{name: "0"}) == "0"
+    monkeypatch.setenv(name, "0")
+    assert variable("cuda") is None, "what is exported reaches the workers by itself"
+
+
 def job(**changes: object) -> Job:
     fields: dict[str, object] = {
         "recipe": Path("/data/my recipe.yaml"),

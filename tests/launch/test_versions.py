@@ -16,6 +16,7 @@ from fsdptool.launch import doctor
 from fsdptool.launch import machine as versions
 from fsdptool.launch.prepare import prepare
 from fsdptool.planning.hardware import expands
+from fsdptool.records.plan import TrainingLoop
 from fsdptool.records.sharding import FsdpSettings
 
 ROOT = Path(__file__).parents[2]
@@ -75,4 +76,4 @@ def test_the_gpu_is_named_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
     cluster = versions.local_cluster(FsdpSettings(num_processes=2))
     assert cluster is not None and cluster.gpu is not None
     assert cluster.gpu.name.startswith("H200") and cluster.gpus_per_node == 2
-    assert expands(cluster)
+    assert expands(cluster, TrainingLoop(program="accelerate"))

@@ -26,8 +26,9 @@ from fsdptool.families.objectives.packed_attention import under_masks
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.memory.tracing.fake_tensors import fake_batch
 from fsdptool.memory.tracing.gradient_sums import GradientSums
-from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.kernels import kernels_of, replaced
 from fsdptool.memory.tracing.operators import copied_bytes
+from fsdptool.modeling import activation_offload
 from fsdptool.modeling.objective import GradientSync, ModelLoss, Task, gradient_syncs, run_micro_batch
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Recipe
@@ -81,7 +82,7 @@ class LiveBytes(TorchDispatchMode):
         """Count storages not seen before."""
         for tensor in tensors:
             # Sharding propagation makes tensors of global shape in a fake mode of its own.
-            if getattr(tensor, "fake_mode", None) is not self._mode:
+            if getattr(tensor, "fake_mode", None) is not self._mode or tensor.is_meta:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -214,6 +215,13 @@ def observe(
                 mode,
                 counter,
                 under_masks() if loop.masked else nullcontext(),
+                # What is in host memory is no memory of the device.
+                replaced(activation_offload, "to_host", lambda tensor: (tensor.to("meta"), None)),
+                replaced(
+                    activation_offload,
+                    "to_device",
+                    lambda host, device: (torch.empty_like(host, device=device), None),
+                ),
             ):
                 stack.enter_context(context)
             collecting = gc.isenabled()

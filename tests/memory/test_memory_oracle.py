@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
 EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
 RECOMPUTE = {"activation_checkpointing": True}
+TO_HOST = {**RECOMPUTE, "activation_checkpointing_offload": True}
+LONG = {"sequence_length": 512, "micro_batch": 4}
 
 
 def policy(text: str) -> dict[str, Any]:
@@ -101,6 +103,14 @@ CASES: dict[str, Case] = {
     "fp32": Case(settings={"mixed_precision": "no"}),
     "bf16 reduction": Case(sharding={"reduce_dtype": "bfloat16"}),
     "recomputed": Case(settings=RECOMPUTE),
+    "inputs in host memory": Case(settings=TO_HOST, batch=LONG),
+    "inputs in host memory, deep, accumulation": Case(
+        overrides=DEEP, settings=TO_HOST, batch={**LONG, "accumulation": 2}
+    ),
+    "inputs in host memory, adapters": Case(
+        method=Method("lora", lora=Lora(rank=4)), settings=TO_HOST, batch=LONG
+    ),
+    "inputs in host memory, two stacks": Case("flan-t5:base", T5, ranks=2, settings=TO_HOST, batch=LONG),
     "selective": Case(settings=RECOMPUTE, **SELECTIVE),
     "every second": Case(settings=RECOMPUTE, **EVERY_SECOND),
     "every second matmul": Case(settings=RECOMPUTE, **policy("selective:every-2-matmuls")),

@@ -126,8 +126,8 @@ def planned(folder: Path, config: dict[str, Any], memory: int, **options: Any) -
     (folder / "config.json").write_text(json.dumps(config))
     card = folder / "gpus.yaml"
     card.write_text(TINY % memory)
-    given = {"search": False, "sequence_length": 64, "gpus": 2, **options}
-    return make_plan(read_request(Options(reference=str(folder), gpu="Tiny", gpus_file=card, **given)))  # type: ignore[typeddict-item]
+    given = {"search": False, "sequence_length": 64, "gpu": "Tiny", "gpus": 2, **options}
+    return make_plan(read_request(Options(reference=str(folder), gpus_file=card, **given)))  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,13 @@ def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) 
 
 def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path: Path) -> None:
     """The replayed peak fits and the upper end of its range does not: a warning, and what avoids it."""
-    fixed = {"checkpointing": "none", "reshard": "true", "offload": False, "micro_batch": 64}
+    point = {"checkpointing": "none", "reshard": "true", "offload": False, "micro_batch": 64}
+    # torch's own default. ``fsdptool train`` changes it where nothing configures the allocator.
+    segments = tmp_path / "cluster.yaml"
+    segments.write_text(
+        "{gpu: Tiny, gpus_per_node: 2, environment: {PYTORCH_ALLOC_CONF: 'expandable_segments:False'}}"
+    )
+    fixed = {**point, "clusters": (segments,), "gpu": None, "gpus": None}
     roomy = planned(tmp_path, LLAMA, 8_000_000_000, **fixed).candidates[0]
     assert roomy.reserved_range_bytes is not None
     low, high = roomy.reserved_range_bytes
@@ -239,6 +245,7 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert first.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert (first.device_total_bytes or 0) <= roomy.device_total_bytes
     assert first.fits
+    assert planned(tmp_path, LLAMA, memory, **point).candidates[0].reserved_range_bytes is None
     growing = planned(tmp_path, LLAMA, memory, **fixed, expandable_segments=True)
     assert growing.candidates[0].device_total_bytes == first.device_total_bytes
     assert growing.candidates[0].reserved_range_bytes is None

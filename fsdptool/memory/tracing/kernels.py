@@ -195,22 +195,21 @@ def replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
 
 @contextmanager
 def offloading(recorder: Recorder) -> Iterator[None]:
-    """Let what checkpointing offloads to the host be host memory, and come back as it does on CUDA.
+    """Let what checkpointing offloads to the host be host memory, and its copies no work of the device."""
+    from fsdptool.modeling import activation_offload as offload
 
-    ``save_on_cpu`` does nothing to tensors that are on the CPU, as fake ones are (torch 2.13,
-    ``torch/autograd/graph.py``).
-    """
-    from fsdptool.modeling import activation_checkpointing as recompute
+    def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        recorder.relabel(tensor, "activation", final=True)
+        host = torch.empty_like(tensor)
+        recorder.relabel(host, "offloaded")
+        return host, None
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty(tensor.size(), dtype=tensor.dtype)
-        recorder.relabel(copy, "offloaded")
-        return copy
+    def to_device(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, None]:
+        tensor = torch.empty_like(host)
+        recorder.relabel(tensor, "activation")
+        return tensor, None
 
-    def hooks(**_: Any) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(pack, torch.empty_like)
-
-    with replaced(recompute, "save_on_cpu", hooks):
+    with replaced(offload, "to_host", to_host), replaced(offload, "to_device", to_device):
         yield
 
 

@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = "temporary"
         self.gradients: dict[str, int] = {}
         self._held: set[int] = set()
+        self._final: set[int] = set()
         self._sums = GradientSums()
         self._summed: tuple[int, int] | None = None
         for tensor in known:
@@ -93,11 +94,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.kinds[number] = _KIND[kind]
                 self._held.add(number)
 
-    def relabel(self, tensor: torch.Tensor, kind: str) -> None:
-        """Correct what an allocated tensor is."""
+    def relabel(self, tensor: torch.Tensor, kind: str, *, final: bool = False) -> None:
+        """Correct what an allocated tensor is; ``final``: also if forward frees it."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is not None:
             self.kinds[number] = _KIND[kind]
+            if final:
+                self._final.add(number)
 
     def gradient(self, fqn: str, gradient: torch.Tensor) -> None:
         """Note that ``gradient`` now belongs to parameter ``fqn``; the sharding decides when it goes."""
@@ -215,7 +218,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
             self._events[-1].append(-(number + 1))
             # What forward frees again was never kept for backward.
-            if self.kinds[number] == _KIND["activation"] and self._phase != "temporary":
+            if (
+                self.kinds[number] == _KIND["activation"]
+                and self._phase != "temporary"
+                and number not in self._final
+            ):
                 self.kinds[number] = _KIND["temporary"]
 
         return gone
