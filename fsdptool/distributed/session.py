@@ -114,7 +114,11 @@ class Session:
         return self.begin_most(value)()[0]
 
     def begin_most(self, *values: int) -> Callable[[], list[int]]:
-        """Begin to agree on the largest of each value over all ranks, on the CPU; returns what waits for it."""
+        """Begin to agree on the largest of each value over all ranks, on the CPU.
+
+        Returns:
+            What waits for the answer and returns it.
+        """
         largest = torch.tensor([int(value) for value in values])
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
 

@@ -45,7 +45,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self, skipped: torch.Tensor) -> None:
-        """Take in the parameters after an optimizer step, unless ``skipped`` (boolean, on the device) is true."""
+        """Take in the parameters after an optimizer step.
+
+        Args:
+            skipped: Whether the averages stay as they are: boolean without dimensions, on the device.
+        """
         share = skipped.logical_not().double() * (1.0 - self.decay)
         pairs = [(local(p), local(self._averages[name])) for name, p in self._parameters.items()]
         shares = {kind: share.to(*kind) for kind in {(a.device, a.dtype) for _, a in pairs}}

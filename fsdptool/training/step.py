@@ -97,7 +97,7 @@ class Launched:
         skipped: Whether the parameters stay as they were, a boolean on the device.
         scale: Loss scale that its gradients contain.
         shapes: Of the objective's metrics, in the order of their values.
-        numbers: Sum of squares of the gradients, loss, metrics and weight, summed over ranks: fp64, page-locked.
+        numbers: Squares of the gradients, loss, metrics and weight, summed over ranks: fp64, page-locked.
         copied: Passed once ``numbers`` are there; None on the CPU, where they are.
     """
 

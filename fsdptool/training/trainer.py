@@ -20,6 +20,7 @@ from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, note_initialisation
 from fsdptool.distributed.materialize import Origins, materialize, published_parameters
 from fsdptool.distributed.proof import prove
+from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.session import close_session, open_session
 from fsdptool.distributed.shard import reshard_all, shard, store_masters
 from fsdptool.distributed.weights import open_adapter, open_weights, random_start_notes
@@ -97,9 +98,9 @@ def train(
             events.emit("warning", message=note)
     # Data after the model: its position is restored with the checkpoint, which `Trainer.run` loads.
     rank, world = session.data_rank, session.data_ranks
-    on_gpu = session.device.type == "cuda"
-    batches = build_batches(recipe, spec, rank=rank, world=world, pin_memory=on_gpu)
-    held_out = build_evaluation(recipe, spec, rank=rank, world=world)
+    device = session.device
+    batches = build_batches(recipe, spec, rank=rank, world=world, device=device)
+    held_out = build_evaluation(recipe, spec, rank=rank, world=world, device=device)
     sampler = open_sampler(recipe, spec, assembled.objective, session, folder, held_out or batches)
     prediction = read_prediction(folder)
     trainer = Trainer(
@@ -110,7 +111,7 @@ def train(
         parts,
         session,
         step_flops=prediction.step_flops if prediction is not None else None,
-        peak_flops=prediction.peak_flops if prediction is not None and on_gpu else None,
+        peak_flops=prediction.peak_flops if prediction is not None and device.type == "cuda" else None,
         sampler=sampler,
     )
     report_phase(events, WorkerPhase.TRAINING)
@@ -389,6 +390,9 @@ class Trainer:
         """
         checkpointer, state = self.parts.checkpointer, self.state
         watchdog.enter(WorkerPhase.RESTORING)
+        # Ranks with other samples drop other elements; a tensor-parallel group has the same ones.
+        group = self.session.rank // self.session.dims.tp
+        torch.manual_seed(derive_seed(self.recipe.seed, "training", group))
         checkpointer.load(state)
         if self.session.dims.tp > 1:
             agree(self.session.tensor)
@@ -453,7 +457,7 @@ class Trainer:
         return _Flight(step, launched, learning_rate, began, waited, self.batches.epoch, position, memory)
 
     def _settle(self, flight: _Flight) -> tuple[Outcome, bool]:
-        """Wait for a launched step, count and report it; returns whether it counts, or else was rolled back."""
+        """Wait for a launched step, count and report it; returns whether it counts: a rollback does not."""
         state = self.state
         outcome = self.assembled.stepper.settle(flight.launched)
         # From the end of the step before, if that was running when this one was launched.

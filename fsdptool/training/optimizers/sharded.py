@@ -125,10 +125,13 @@ class ShardedOptimizer:
         if factor is not None:
             _multiply(stand_ins, factor.to(device))
         if skip is None or self._heed(skip.to(device)):
-            self.torch_optimizer.step()
+            self._update()
         self._heed(None)
         for stand_in in stand_ins:
             stand_in.grad = None
+
+    def _update(self) -> None:
+        self.torch_optimizer.step()
 
     @property
     def skips_on_device(self) -> bool:
@@ -303,6 +306,16 @@ class EightBitAdamW(ShardedOptimizer):
         # A rank without rows has nothing to start a kernel for.
         return gradient if gradient is not None and gradient.numel() else None
 
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Step as bitsandbytes does, but do not wait for the device after every parameter (0.50)."""
+        optimizer: Any = self.torch_optimizer
+        self._make_states()
+        for number, group in enumerate(optimizer.param_groups):
+            for index, stand_in in enumerate(group["params"]):
+                if stand_in.grad is not None:
+                    optimizer.update_step(group, stand_in, number, index)
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return nothing: no state is shared by the ranks."""
         return {}
@@ -336,10 +349,13 @@ class EightBitAdamW(ShardedOptimizer):
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield every parameter's states; made if there are none yet."""
+        self._make_states()
+        for name in self._names:
+            yield name, self.torch_optimizer.state[self._stand_ins[name]]
+
+    def _make_states(self) -> None:
         optimizer: Any = self.torch_optimizer
         for number, group in enumerate(optimizer.param_groups):
             for index, stand_in in enumerate(group["params"]):
                 if not optimizer.state[stand_in]:
                     optimizer.init_state(group, stand_in, number, index)
-        for name in self._names:
-            yield name, optimizer.state[self._stand_ins[name]]
