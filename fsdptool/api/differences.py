@@ -56,8 +56,8 @@ def _recipe_only(sharding: Sharding) -> list[str]:
     lines = []
     if sharding.reshard_after_forward is not None:
         lines.append(f"resharding to {sharding.reshard_after_forward} ranks after forward is not available")
-    if sharding.prefetch != 1:
-        lines.append(f"units are prefetched one at a time instead of {sharding.prefetch}")
+    if sharding.units_ahead != 1:
+        lines.append(f"units are prefetched one at a time instead of {sharding.units_ahead}")
     if sharding.checkpointing is not None and sharding.checkpointing.mode not in ("none", "full"):
         lines.append(f"activation checkpointing is full instead of {sharding.checkpointing.mode}")
     if sharding.accumulation == "sharded":

@@ -109,10 +109,23 @@ class Session:
 
     def most(self, value: int) -> int:
         """Return the largest ``value`` of all ranks, agreed on the CPU: no rank waits for its device."""
-        largest = torch.tensor([value])
-        if self.world_size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return self.begin_most(value)()[0]
+
+    def begin_most(self, *values: int) -> Callable[[], list[int]]:
+        """Begin to agree on the largest of each value over all ranks, on the CPU.
+
+        Returns:
+            What waits for the answer and returns it.
+        """
+        largest = torch.tensor([int(value) for value in values])
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True) if self.world_size > 1 else None
+
+        def answer() -> list[int]:
+            if work is not None:
+                work.wait()
+            return [int(value) for value in largest.tolist()]
+
+        return answer
 
 
 def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:

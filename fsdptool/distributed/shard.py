@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,17 @@ def sharded_dimension(parameter: DTensor) -> int:
     placement = parameter.placements[-1]
     assert isinstance(placement, Shard)
     return placement.dim
+
+
+def grads_by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Return this rank's rows of gradients, without empty ones, by dtype."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            if grad.numel():
+                groups.setdefault(grad.dtype, []).append(grad)
+    return groups
 
 
 _DTYPES = {

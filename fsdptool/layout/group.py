@@ -73,7 +73,7 @@ def group(
         exact_inputs=() if chosen == "accelerate" else family_of(anatomy.spec).exact_inputs,
         ignored=tuple(parameter for parameter in anatomy.parameters if parameter.fqn in ignored),
         cpu_offload=settings.cpu_offload,
-        prefetch=1 if chosen == "accelerate" else sharding.prefetch,
+        prefetch=1 if chosen == "accelerate" else sharding.units_ahead,
     )
 
 

@@ -38,7 +38,7 @@ def read_search_point(
         reshard_after_forward=sharding.reshard_after_forward or settings.reshard_after_forward,
         cpu_offload=settings.cpu_offload,
         optimizer_implementation=recipe.optimizer.implementation,
-        prefetch=sharding.prefetch,
+        prefetch=sharding.units_ahead,
         reduce_dtype=sharding.reduce_dtype,
         gradients=sharding.accumulation,
         **sizes,

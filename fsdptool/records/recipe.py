@@ -223,8 +223,8 @@ class Sharding:
     output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     reshard_after_forward: int | None = None
     """Reshard to this many ranks after forward; None leaves the YAML's boolean."""
-    prefetch: int = 1
-    """FSDP units to prefetch; 1 is FSDP2's implicit prefetch."""
+    prefetch: int | None = None
+    """FSDP units to prefetch; 1 is FSDP2's implicit prefetch. None: 2 with expert parallelism, else 1."""
     accumulation: GradientAccumulation = "sharded"
     """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None
@@ -235,6 +235,14 @@ class Sharding:
     """Ranks over which the experts of each layer are distributed; divides ``dp_shard`` x ``cp`` x ``tp``."""
     sequence_parallel: bool = False
     """Whether the ranks of a tensor-parallel group also divide the hidden states between its regions."""
+
+    @property
+    def units_ahead(self) -> int:
+        """FSDP units that are prefetched."""
+        if self.prefetch is not None:
+            return self.prefetch
+        # The exchange of tokens makes the host wait in each layer: the next all-gather is issued before it.
+        return 2 if self.expert_parallel > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

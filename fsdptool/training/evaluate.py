@@ -117,13 +117,17 @@ class Validation:
 
     def run(self, state: RunState) -> None:
         """Evaluate and sample after this step if that is due, was not done, and no stop comes between."""
-        if self._every is None or state.step % self._every or state.step == state.evaluated:
+        if not self.due(state.step) or state.step == state.evaluated:
             return
         self.evaluate(state.step)
         if not self._stop.signal:
             self.sample(state.step)
         if not self._stop.signal:
             state.evaluated = state.step
+
+    def due(self, step: int) -> bool:
+        """Say whether the recipe wants an evaluation after ``step``."""
+        return self._every is not None and step % self._every == 0
 
     def evaluate(self, step: int) -> Evaluated | None:
         """Measure the validation loss and report it; a stop cuts it short, and nothing is reported."""

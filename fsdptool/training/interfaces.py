@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Batches(Protocol):
-    """The data of one rank: per optimizer step, the list of this rank's micro-batches (on the CPU).
+    """The data of one rank: per optimizer step, the list of this rank's micro-batches.
 
     Global batches are composed before they are split, so the samples of a step do not depend on the
     number of ranks. Training data never ends: epochs follow one another.

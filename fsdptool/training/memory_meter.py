@@ -45,9 +45,11 @@ class CudaMeter:
         """Return the allocated peak since the last reading, and reset it."""
         import torch
 
-        # One look at the allocator: each of torch.cuda.max_memory_* makes all of its stats.
-        stats: dict[str, int] = torch.cuda.memory_stats(self._device)
-        allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+        # One look at the allocator: torch.cuda.max_memory_* sorts all of its counters, 0.2 ms each time.
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = (
+            int(stats[f"{kind}_bytes"]["all"]["peak"]) if stats else 0 for kind in ("allocated", "reserved")
+        )
         torch.cuda.reset_peak_memory_stats(self._device)
         self._seen = (max(allocated, self._seen[0]), max(reserved, self._seen[1]))
         self._peaks = (max(allocated, self._peaks[0] or 0), max(reserved, self._peaks[1] or 0))

@@ -44,11 +44,17 @@ class Ema:
         return dict(self._averages)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the parameters after an optimizer step."""
-        averages = [local(tensor) for tensor in self._averages.values()]
-        current = [local(p).to(a.dtype) for p, a in zip(self._parameters.values(), averages, strict=True)]
-        torch._foreach_lerp_(averages, current, 1.0 - self.decay)
+    def update(self, skipped: torch.Tensor) -> None:
+        """Take in the parameters after an optimizer step.
+
+        Args:
+            skipped: Whether the averages stay as they are: boolean without dimensions, on the device.
+        """
+        share = skipped.logical_not().double() * (1.0 - self.decay)
+        pairs = [(local(p), local(self._averages[name])) for name, p in self._parameters.items()]
+        shares = {kind: share.to(*kind) for kind in {(a.device, a.dtype) for _, a in pairs}}
+        for parameter, average in pairs:
+            average.lerp_(parameter.to(average.dtype), shares[average.device, average.dtype])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -221,10 +227,14 @@ class NonFinitePolicy:
         self._session = session
         self._rollbacks: dict[int, int] = {}
 
-    def counts(self, outcome: Outcome) -> bool:
+    def counts(self, outcome: Outcome, position: Mapping[str, Any]) -> bool:
         """Return whether a non-finite step counts as a step; a rollback happens here.
 
         An fp16 overflow with a finite loss is the scaler's business and always skipped.
+
+        Args:
+            outcome: Of the step.
+            position: Of the data after the step, from which a rollback goes on.
 
         Raises:
             WorkerError: The policy is ``stop``, or rolling back does not help.
@@ -240,16 +250,15 @@ class NonFinitePolicy:
             self._state.skipped += 1
             return True
         if self._policy == "rollback":
-            self._roll_back(step)
+            self._roll_back(step, position)
             return False
         raise WorkerError(
             f"step {step}: the {what} is not finite",
             help="lower the learning rate, or set on_nonfinite to skip or rollback",
         )
 
-    def _roll_back(self, step: int) -> None:
+    def _roll_back(self, step: int, position: Mapping[str, Any]) -> None:
         """Return to the newest checkpoint and go on with the data that follows the bad batch."""
-        position = self._state.batches.state_dict()
         watchdog.enter(WorkerPhase.RESTORING)
         restored = self._parts.checkpointer.rollback(self._state)
         if self._session.dims.tp > 1:

@@ -1,9 +1,13 @@
-"""One optimizer step: accumulation, global normalisation, clipping, the scaler, non-finite values."""
+"""One optimizer step: accumulation, global normalisation, clipping, the scaler, non-finite values.
+
+A step is launched and later settled. Launching never waits for the device: what the update depends on (the
+norm, whether all numbers are finite) stays there, and what the host must know (stops, unused parameters) is
+agreed on the CPU. Settling waits for the step's own numbers, by when the next step may run.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,13 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.collective_order import CollectiveOrder
-from fsdptool.distributed.shard import local
+from fsdptool.distributed.shard import grads_by_dtype, local
 from fsdptool.families.objectives.context import share
 from fsdptool.families.objectives.packed_attention import with_documents
 from fsdptool.modeling.objective import GradientSync, MicroLoss, gradient_syncs, run_micro_batch
 from fsdptool.modeling.tensor_parallel import by_name
-from fsdptool.records.run import Metrics, RunPhase
-from fsdptool.runs.signals import SIGNALS
+from fsdptool.records.run import RunPhase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from fsdptool.records.tensor_plan import Placement
     from fsdptool.training.interfaces import StopFlag
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
-    from fsdptool.training.trainer import Trainer
 
 
 @dataclass(slots=True)
@@ -86,6 +88,27 @@ class Outcome:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device may still compute.
+
+    Attributes:
+        stop: Signal number some rank was asked to stop with, or 0.
+        skipped: Whether the parameters stay as they were, a boolean on the device.
+        scale: Loss scale that its gradients contain.
+        shapes: Of the objective's metrics, in the order of their values.
+        numbers: Squares of the gradients, loss, metrics and weight, summed over ranks: fp64, page-locked.
+        copied: Passed once ``numbers`` are there; None on the CPU, where they are.
+    """
+
+    stop: int
+    skipped: Tensor
+    scale: float
+    shapes: Mapping[str, torch.Size]
+    numbers: Tensor
+    copied: torch.Event | None
+
+
 class Stepper:
     """Runs optimizer steps on a sharded model.
 
@@ -135,7 +158,15 @@ class Stepper:
         self._trained = _trained(model, by_name(placements))
 
     def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> Outcome:
-        """Take one step.
+        """Take one step and wait for what it came to; arguments as for :meth:`launch`."""
+        return self.settle(self.launch(micro_batches, rate=rate, stop=stop))
+
+    def launch(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0
+    ) -> Launched:
+        """Launch one step, without waiting for the device. Collective.
+
+        Parameters stay as they are if the loss or a gradient turns out not to be finite.
 
         Args:
             micro_batches: This rank's share, on the CPU or on the device; equally many on every rank.
@@ -161,20 +192,35 @@ class Stepper:
                 sums[name] = sums[name] + value if name in sums else value.detach()
         with self.moment(RunPhase.OPTIMIZER):
             used = self._used()
+            answer = self.session.begin_most(stop, not all(used))
             self._reduce_gradients()
-            agreed = self._agree(total, sums, stop, unused=not all(used))
-            if agreed.unused:
+            message = self._sum(total, sums)
+            agreed, unused = answer()
+            if unused:
                 self._forget_unused(used)
-            norm = math.sqrt(agreed.squares) / scale
-            finite = math.isfinite(norm) and math.isfinite(agreed.loss)
-            if finite:
-                self._apply(norm, scale, rate)
+            skipped = (message[0] + message[1]).isfinite().logical_not()
+            self.optimizer.step(rate, factor=self._factor(message[0], scale), skip=skipped)
             self.optimizer.zero_grad()
+        host, copied = _begin_copy(torch.cat([message, weight.reshape(1)]))
+        shapes = {name: value.shape for name, value in sums.items()}
+        return Launched(agreed, skipped, scale, shapes, host, copied)
+
+    def settle(self, launched: Launched) -> Outcome:
+        """Return what a step came to: the only place of a step where the host waits for the device."""
+        if launched.copied is not None:
+            launched.copied.synchronize()
+        numbers, at = launched.numbers, 2
+        squares, loss, weight = (float(numbers[place]) for place in (0, 1, -1))
+        items = max(weight, 1.0)
+        metrics = {}
+        for name, shape in launched.shapes.items():
+            metrics[name] = per_item(numbers[at : at + shape.numel()].view(shape), items)
+            at += shape.numel()
+        norm = math.sqrt(squares) / launched.scale
+        finite = math.isfinite(squares) and math.isfinite(loss)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        items = float(divisor)
-        metrics = {name: per_item(value, items) for name, value in agreed.metrics.items()}
-        return Outcome(agreed.loss / items, norm, int(weight), finite, agreed.stop, metrics)
+        return Outcome(loss / items, norm, int(weight), finite, launched.stop, metrics)
 
     def _global_weight(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the number of items over all ranks and micro-batches."""
@@ -205,9 +251,8 @@ class Stepper:
     def _forget_unused(self, used: Sequence[bool]) -> None:
         """Take the zeros away from parameters that no rank used: the optimizer leaves them alone, as on one
         rank, without decay and without a count of the step."""
-        anywhere = self.session.sum(torch.tensor(used, dtype=torch.float32, device=self.session.device)).cpu()
-        for parameter, count in zip(self._trained.all, anywhere.tolist(), strict=True):
-            if not count:
+        for parameter, anywhere in zip(self._trained.all, self.session.begin_most(*used)(), strict=True):
+            if not anywhere:
                 parameter.grad = None
 
     def _reduce_gradients(self) -> None:
@@ -224,41 +269,27 @@ class Stepper:
         _sum_gradients(replicated, session.data_group)
         _sum_gradients(trained.replicated_partial, None)
 
-    def _agree(
-        self, total: Tensor, sums: Mapping[str, Tensor], stop: int, *, unused: bool = False
-    ) -> _Agreed:
-        """Reduce norm, loss, stop requests, metrics, and whether a parameter is unused, in one message."""
+    def _sum(self, total: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        """Sum squares of gradients, loss and metrics over all ranks in one message; [2 + metrics], fp64."""
         dims, world, device = self.session.dims, self.session.world_size, self.session.device
         # Each gradient counts once, however many ranks hold it.
         trained = self._trained
         squares = (
-            _squares(trained.sharded_divided) / dims.dp_replicate
-            + _squares((*trained.sharded_whole, *trained.sharded_partial)) / (dims.dp_replicate * dims.tp)
-            + _squares(trained.replicated_divided) / (world // dims.tp)
-            + _squares((*trained.replicated_whole, *trained.replicated_partial)) / world
+            _squares(trained.sharded_divided, device) / dims.dp_replicate
+            + _squares((*trained.sharded_whole, *trained.sharded_partial), device)
+            / (dims.dp_replicate * dims.tp)
+            + _squares(trained.replicated_divided, device) / (world // dims.tp)
+            + _squares((*trained.replicated_whole, *trained.replicated_partial), device) / world
         )
-        stops = [total.new_tensor(float(stop == number)) for number in SIGNALS]
-        head = [squares.to(device), total / dims.tp, total.new_tensor(float(unused)), *stops]
         tail = [value.to(device, torch.float64).reshape(-1) / dims.tp for value in sums.values()]
-        message = torch.cat([torch.stack(head), *tail])
-        reduced = self.session.sum(message).cpu()
-        agreed = next((int(number) for at, number in enumerate(SIGNALS, 3) if reduced[at]), 0)
-        metrics, at = {}, len(head)
-        for name, value in sums.items():
-            metrics[name] = reduced[at : at + value.numel()].view(value.shape)
-            at += value.numel()
-        return _Agreed(float(reduced[0]), float(reduced[1]), bool(reduced[2]), agreed, metrics)
+        return self.session.sum(torch.cat([torch.stack([squares, total / dims.tp]), *tail]))
 
-    @torch.no_grad()
-    def _apply(self, norm: float, scale: float, rate: float) -> None:
-        factor = 1.0 / scale
-        if self.clip is not None:
-            # The same guard as torch.nn.utils.clip_grad_norm_ (2.13).
-            factor *= min(self.clip / (norm + 1e-6), 1.0)
-        if factor != 1.0:
-            for grads in _grads_by_dtype(self._trained.all).values():
-                torch._foreach_mul_(grads, factor)
-        self.optimizer.step(rate)
+    def _factor(self, squares: Tensor, scale: float) -> Tensor | None:
+        """Return what gradients are multiplied by, fp64 on the device; None leaves them as they are."""
+        if self.clip is None:
+            return None if scale == 1.0 else torch.full_like(squares, 1.0 / scale)
+        # The same guard as torch.nn.utils.clip_grad_norm_ (2.13).
+        return (self.clip / (squares.sqrt() / scale + 1e-6)).clamp(max=1.0) / scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,15 +342,6 @@ def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup 
             grad.copy_(part.view_as(grad))
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    squares: float
-    loss: float
-    unused: bool
-    stop: int
-    metrics: Mapping[str, Tensor]
-
-
 class StopAgreement:
     """Agrees between steps whether some rank was asked to stop; a step asks in its own message.
 
@@ -338,48 +360,6 @@ class StopAgreement:
         return self.signal
 
 
-def step_metrics(
-    trainer: Trainer, outcome: Outcome, learning_rate: float, seconds: float, data_seconds: float
-) -> Metrics:
-    """Return the metrics of the step that ``trainer`` has just taken.
-
-    Args:
-        trainer: After the step.
-        outcome: What the step came to.
-        learning_rate: Of this step.
-        seconds: The whole step took.
-        data_seconds: Of these, waited for data.
-    """
-    state, scaler, session = trainer.state, trainer.assembled.scaler, trainer.session
-    extra: dict[str, Any] = dict(outcome.metrics)
-    if state.skipped:
-        extra["skipped"] = state.skipped
-    if scaler is not None:
-        extra["loss_scale"] = scaler.scale
-    mfu = None
-    if trainer.step_flops is not None:
-        extra["flops_per_second"] = trainer.step_flops / seconds
-        if trainer.peak_flops is not None:
-            mfu = trainer.step_flops / (seconds * trainer.peak_flops * session.world_size)
-    allocated, reserved = trainer.parts.meter.last()
-    return Metrics(
-        step=state.step,
-        epoch=trainer.batches.epoch,
-        time=time.time(),
-        loss=outcome.loss,
-        grad_norm=outcome.grad_norm,
-        lr=learning_rate,
-        tokens=outcome.weight if trainer.assembled.objective.unit == "tokens" else None,
-        samples=trainer.samples_per_step,
-        step_seconds=seconds,
-        data_seconds=data_seconds,
-        memory_allocated_peak_bytes=allocated,
-        memory_reserved_peak_bytes=reserved,
-        mfu=mfu,
-        extra=extra,
-    )
-
-
 def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return ``batch`` on ``device``; pinned memory is copied without waiting.
 
@@ -394,22 +374,24 @@ def per_item(value: Tensor, items: float) -> Any:
     return float(value) / items if value.dim() == 0 else value.tolist()
 
 
-def _grads_by_dtype(parameters: Sequence[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad = local(parameter.grad)
-            if grad.numel():
-                groups.setdefault(grad.dtype, []).append(grad)
-    return groups
+def _begin_copy(values: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Begin to copy values to the host; returns the copy, and what is passed once it is complete."""
+    if values.device.type == "cpu":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    # Not torch.cuda.Event: it waits in a Python frame of torch, and the watchdog would blame this rank.
+    copied = torch.Event(values.device.type)
+    copied.record()
+    return host, copied
 
 
-def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the sum of squares of this rank's gradients, fp64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for grads in _grads_by_dtype(parameters).values():
+def _squares(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """Return the sum of squares of this rank's gradients, fp64, on ``device``."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grads in grads_by_dtype(parameters).values():
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=_norm_dtype(grads[0].dtype)))
-        total = total.to(norms.device) + norms.double().square().sum()
+        total = total + norms.double().square().sum().to(device)
     return total
 
 

@@ -20,6 +20,7 @@ from fsdptool.distributed.collective_order import CollectiveOrder
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, note_initialisation
 from fsdptool.distributed.materialize import Origins, materialize, published_parameters
 from fsdptool.distributed.proof import prove
+from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.session import close_session, open_session
 from fsdptool.distributed.shard import reshard_all, shard, store_masters
 from fsdptool.distributed.weights import open_adapter, open_weights, random_start_notes
@@ -33,7 +34,7 @@ from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.tensor_parallel import by_name, split
 from fsdptool.modeling.units import compiled_modules
-from fsdptool.records.run import RunPhase
+from fsdptool.records.run import Metrics, RunPhase
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import WorkerPhase
 from fsdptool.runs.folder import read_inputs, read_prediction
@@ -48,7 +49,7 @@ from fsdptool.training.memory_meter import open_meter
 from fsdptool.training.optimizers.sharded import base_rate, build_optimizer, rate, total_steps
 from fsdptool.training.sampling import Sampler, open_sampler
 from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunState
-from fsdptool.training.step import LossScaler, Outcome, Stepper, StopAgreement, step_metrics
+from fsdptool.training.step import Launched, LossScaler, Outcome, Stepper, StopAgreement
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,9 +98,9 @@ def train(
             events.emit("warning", message=note)
     # Data after the model: its position is restored with the checkpoint, which `Trainer.run` loads.
     rank, world = session.data_rank, session.data_ranks
-    on_gpu = session.device.type == "cuda"
-    batches = build_batches(recipe, spec, rank=rank, world=world, pin_memory=on_gpu)
-    held_out = build_evaluation(recipe, spec, rank=rank, world=world)
+    device = session.device
+    batches = build_batches(recipe, spec, rank=rank, world=world, device=device)
+    held_out = build_evaluation(recipe, spec, rank=rank, world=world, device=device)
     sampler = open_sampler(recipe, spec, assembled.objective, session, folder, held_out or batches)
     prediction = read_prediction(folder)
     trainer = Trainer(
@@ -110,7 +111,7 @@ def train(
         parts,
         session,
         step_flops=prediction.step_flops if prediction is not None else None,
-        peak_flops=prediction.peak_flops if prediction is not None and on_gpu else None,
+        peak_flops=prediction.peak_flops if prediction is not None and device.type == "cuda" else None,
         sampler=sampler,
     )
     report_phase(events, WorkerPhase.TRAINING)
@@ -297,6 +298,31 @@ class Ended:
     evaluation: Evaluated | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step and what it was launched with.
+
+    Attributes:
+        step: Its number.
+        launched: What the stepper knows of it.
+        learning_rate: Of this step.
+        began: When it was begun (``time.perf_counter``).
+        waited: Seconds that the host waited for its data.
+        epoch: Epochs handed out, its own samples included.
+        position: Of the data, after its own samples.
+        memory: Allocated and reserved peak bytes.
+    """
+
+    step: int
+    launched: Launched
+    learning_rate: float
+    began: float
+    waited: float
+    epoch: float
+    position: Mapping[str, Any]
+    memory: tuple[int | None, int | None]
+
+
 class Trainer:
     """Runs a recipe from wherever the checkpoint left it to its last step.
 
@@ -310,6 +336,10 @@ class Trainer:
         step_flops: The plan's model FLOPs of one step over all ranks, at the planned shapes, or None.
         peak_flops: The device's peak FLOP/s in the run's dtype, or None.
         sampler: Writes samples at each evaluation, or None.
+
+    Attributes:
+        ahead: Whether a step is launched before what the one before it came to is read: on devices that
+            compute while the host goes on. An fp16 step needs the loss scale that the one before it leaves.
     """
 
     def __init__(
@@ -344,7 +374,9 @@ class Trainer:
         self.stop = StopAgreement(session, parts.stop)
         self.validation = Validation(recipe, assembled, held_out, sampler, parts, session, self.stop)
         assembled.stepper.moment = parts.meter.moment
+        self.ahead = session.device.type != "cpu" and assembled.scaler is None
         self._last_loss: float | None = None
+        self._settled = 0.0
 
     def run(self) -> Ended:
         """Train to the end, or to a stop that all ranks agreed on.
@@ -358,6 +390,9 @@ class Trainer:
         """
         checkpointer, state = self.parts.checkpointer, self.state
         watchdog.enter(WorkerPhase.RESTORING)
+        # Ranks with other samples drop other elements; a tensor-parallel group has the same ones.
+        group = self.session.rank // self.session.dims.tp
+        torch.manual_seed(derive_seed(self.recipe.seed, "training", group))
         checkpointer.load(state)
         if self.session.dims.tp > 1:
             agree(self.session.tensor)
@@ -369,12 +404,20 @@ class Trainer:
         # checkpoint's step makes that evaluation now.
         if not self.stop.agree():
             self.validation.run(state)
+        flight: _Flight | None = None
         while state.step < total and not self.stop.signal:
-            before = state.step
-            self.stop.signal = self.step(total).stop
+            earlier, flight = flight, self._launch(total, state.step + (1 if flight is None else 2))
             checkpointer.poll()
             self.parts.events.memory(self.parts.meter.moments())
-            if self.stop.signal or state.step <= before:  # rolled back: what is due there was done before
+            if earlier is not None and not self._settle(earlier)[1]:
+                flight = None  # rolled back: what was launched after the bad step never counts
+                continue
+            if self._may_go_on(flight, total):
+                continue
+            outcome, counts = self._settle(flight)
+            flight = None
+            self.stop.signal = outcome.stop
+            if self.stop.signal or not counts:  # rolled back: what is due there was done before
                 continue
             if checkpointer.due(state.step) and state.step < total:
                 self._save()
@@ -387,28 +430,45 @@ class Trainer:
         return Ended(status, state.step, self.stop.signal, self._last_loss, self.validation.latest)
 
     def step(self, total: int) -> Outcome:
-        """Take one optimizer step of ``total``: data, forward and backward, update, average, report."""
-        began, state = time.perf_counter(), self.state
-        watchdog.enter(WorkerPhase.LOADING_DATA, state.step + 1)
+        """Take one optimizer step of ``total`` and wait for it."""
+        return self._settle(self._launch(total, self.state.step + 1))[0]
+
+    def _may_go_on(self, flight: _Flight, total: int) -> bool:
+        """Say whether the next step may be launched now: nothing happens between this one and it."""
+        due = self.parts.checkpointer.due(flight.step) or self.validation.due(flight.step)
+        return self.ahead and not flight.launched.stop and flight.step < total and not due
+
+    def _launch(self, total: int, step: int) -> _Flight:
+        """Launch a step: data, forward and backward, update, average."""
+        began = time.perf_counter()
+        watchdog.enter(WorkerPhase.LOADING_DATA, step)
         micro_batches = next(self.batches)
         watchdog.enter(WorkerPhase.TRAINING)
-        loaded = time.perf_counter()
-        learning_rate = self.assembled.rate * rate(self.recipe.schedule, state.step, total)
-        with self.parts.meter.step(state.step + 1):
-            outcome = self.assembled.stepper.run(
+        waited = time.perf_counter() - began
+        learning_rate = self.assembled.rate * rate(self.recipe.schedule, step - 1, total)
+        with self.parts.meter.step(step):
+            launched = self.assembled.stepper.launch(
                 micro_batches, rate=learning_rate, stop=self.parts.stop.requested
             )
-        if not outcome.finite and not self.nonfinite.counts(outcome):
-            return outcome
+        if self.assembled.ema is not None:
+            with self.parts.meter.moment(RunPhase.AVERAGE):
+                self.assembled.ema.update(launched.skipped)
+        position, memory = self.batches.state_dict(), self.parts.meter.last()
+        return _Flight(step, launched, learning_rate, began, waited, self.batches.epoch, position, memory)
+
+    def _settle(self, flight: _Flight) -> tuple[Outcome, bool]:
+        """Wait for a launched step, count and report it; returns whether it counts: a rollback does not."""
+        state = self.state
+        outcome = self.assembled.stepper.settle(flight.launched)
+        # From the end of the step before, if that was running when this one was launched.
+        began, self._settled = max(flight.began, self._settled), time.perf_counter()
+        if not outcome.finite and not self.nonfinite.counts(outcome, flight.position):
+            return outcome, False
         state.step += 1
         state.tokens += outcome.weight
         self._last_loss = outcome.loss
-        if self.assembled.ema is not None and outcome.finite:
-            with self.parts.meter.moment(RunPhase.AVERAGE):
-                self.assembled.ema.update()
-        seconds, waited = time.perf_counter() - began, loaded - began
-        self.parts.events.step(step_metrics(self, outcome, learning_rate, seconds, waited))
-        return outcome
+        self.parts.events.step(step_metrics(self, flight, outcome, self._settled - began))
+        return outcome, True
 
     def _save(self, *, wait: bool = False) -> None:
         if self.state.step == 0:
@@ -416,3 +476,43 @@ class Trainer:
         watchdog.enter(WorkerPhase.SAVING)
         with self.parts.meter.moment(RunPhase.SAVE):
             self.parts.checkpointer.save(self.state, wait=wait)
+
+
+def step_metrics(trainer: Trainer, flight: _Flight, outcome: Outcome, seconds: float) -> Metrics:
+    """Return the metrics of the step that ``trainer`` has just settled.
+
+    Args:
+        trainer: After the step.
+        flight: How it was launched.
+        outcome: What it came to.
+        seconds: The whole step took.
+    """
+    state, scaler, session = trainer.state, trainer.assembled.scaler, trainer.session
+    extra: dict[str, Any] = dict(outcome.metrics)
+    if state.skipped:
+        extra["skipped"] = state.skipped
+    if scaler is not None:
+        extra["loss_scale"] = scaler.scale
+    mfu = None
+    if trainer.step_flops is not None:
+        extra["flops_per_second"] = trainer.step_flops / seconds
+        if trainer.peak_flops is not None:
+            mfu = trainer.step_flops / (seconds * trainer.peak_flops * session.world_size)
+    allocated, reserved = flight.memory
+    return Metrics(
+        step=state.step,
+        epoch=flight.epoch,
+        time=time.time(),
+        loss=outcome.loss,
+        grad_norm=outcome.grad_norm,
+        lr=flight.learning_rate,
+        tokens=outcome.weight if trainer.assembled.objective.unit == "tokens" else None,
+        samples=trainer.samples_per_step,
+        step_seconds=seconds,
+        # What a running step hides of the wait costs nothing.
+        data_seconds=min(flight.waited, seconds),
+        memory_allocated_peak_bytes=allocated,
+        memory_reserved_peak_bytes=reserved,
+        mfu=mfu,
+        extra=extra,
+    )

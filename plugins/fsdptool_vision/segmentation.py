@@ -52,7 +52,7 @@ class Segmentation(SquaredDistance):
         import torch
 
         target = require(batch, "target", self.name)
-        return torch.tensor(target.shape[0], device=target.device)
+        return torch.full((), target.shape[0], device=target.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the mask's logits, [B, prompts, H, W]."""

@@ -240,7 +240,7 @@ def test_a_loading_process_that_dies(spec_of: SpecOf, recipe_for: RecipeFor, tmp
     recipe = recipe_for("causal_lm", source="text", path="pydoc", workers=2, options={"start_method": "fork"})
     loader = build_batches(recipe, spec_of("causal_lm"), cache=tmp_path)
     next(loader)
-    running: Any = loader._running
+    running: Any = loader._processes
     os.kill(running.processes[0].pid, signal.SIGKILL)
     with pytest.raises(
         WorkerError, match=r"data loading process 0 \(pid \d+\) was killed by SIGKILL"
@@ -336,7 +336,7 @@ spec = [TensorSpec("x", (1, 4), "int64", "tokens", high=9)]
 samples = Synthetic(spec, shared=frozenset(), count=10, seed=0)
 loader = Loader(samples, Stack(), PlainOrder(10, seed=0, shuffle=False), Share(0, 1, 1, 1), workers=2)
 next(loader)
-print(*[worker.pid for worker in loader._running.processes], flush=True)
+print(*[worker.pid for worker in loader._processes.processes], flush=True)
 time.sleep(60)
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Poisoner(importlib.abc.MetaPathFinder):
-    """Patches ``Stepper.run`` when the training loop is first imported."""
+    """Patches ``Stepper.launch`` when the training loop is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "fsdptool.training.trainer":
@@ -20,10 +20,10 @@ class Poisoner(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         from fsdptool.training.step import Stepper
 
-        plain = Stepper.run
+        plain = Stepper.launch
         taken = {"steps": 0}
 
-        def run(stepper: Any, micro_batches: Any, **options: Any) -> Any:
+        def launch(stepper: Any, micro_batches: Any, **options: Any) -> Any:
             taken["steps"] += 1
             bad = taken["steps"] == int(os.environ["POISON_STEP"]) and os.environ.get("RANK") == "1"
             if bad and Path(os.environ["POISON_WHILE"]).exists():
@@ -32,7 +32,7 @@ class Poisoner(importlib.abc.MetaPathFinder):
                     local.data.fill_(float("nan"))
             return plain(stepper, micro_batches, **options)
 
-        Stepper.run = run  # type: ignore[method-assign]
+        Stepper.launch = launch  # type: ignore[method-assign]
         return importlib.util.find_spec(name)
 
 

@@ -13,7 +13,7 @@ SPARE_BYTES = 4 << 20
 
 
 class Limiter(importlib.abc.MetaPathFinder):
-    """Patches ``Stepper.run`` when the training loop is first imported."""
+    """Patches ``Stepper.launch`` when the training loop is first imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "fsdptool.training.trainer":
@@ -21,16 +21,16 @@ class Limiter(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         from fsdptool.training.step import Stepper
 
-        plain = Stepper.run
+        plain = Stepper.launch
 
-        def run(stepper: Any, micro_batches: Any, **options: Any) -> Any:
+        def launch(stepper: Any, micro_batches: Any, **options: Any) -> Any:
             answer = plain(stepper, micro_batches, **options)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + SPARE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             return answer
 
-        Stepper.run = run  # type: ignore[method-assign]
+        Stepper.launch = launch  # type: ignore[method-assign]
         return importlib.util.find_spec(name)
 
 

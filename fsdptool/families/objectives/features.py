@@ -36,7 +36,7 @@ class Classification(Objective):
         import torch
 
         labels = require(batch, "labels", self.name)
-        return torch.tensor(labels.shape[0], device=labels.device)
+        return torch.full((), labels.shape[0], device=labels.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits, [B, classes]."""
@@ -113,7 +113,7 @@ class Features(SquaredDistance):
         import torch
 
         target = require(batch, "target", self.name)
-        return torch.tensor(target.shape[0], device=target.device)
+        return torch.full((), target.shape[0], device=target.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the first of embeddings, last hidden state, pooled output and logits there is."""
@@ -144,7 +144,7 @@ class Reconstruction(Features):
         import torch
 
         sample = require(batch, "sample", self.name)
-        return torch.tensor(sample.shape[0], device=sample.device)
+        return torch.full((), sample.shape[0], device=sample.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the reconstructed images."""
@@ -183,7 +183,7 @@ class Contrastive(Objective):
         import torch
 
         first = next(iter(batch.values()))
-        return torch.tensor(first.shape[0], device=first.device)
+        return torch.full((), first.shape[0], device=first.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the scaled similarities of texts (rows) and images (columns), [B, B]."""

@@ -72,7 +72,7 @@ class ModuleLoss(SquaredDistance):
         import torch
 
         first = next(iter(batch.values()))
-        return torch.tensor(first.shape[0], device=first.device)
+        return torch.full((), first.shape[0], device=first.device)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the loss where the module computes it, else its output.

@@ -48,7 +48,7 @@ class Preference(CausalLM):
         import torch
 
         tokens = batch["input_ids"]
-        return torch.tensor(tokens.shape[0], device=tokens.device)
+        return torch.full((), tokens.shape[0], device=tokens.device)
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the next token of each position, [2 B, S]."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.cache import cache_folder
 from fsdptool.errors import ConfigError
@@ -24,6 +24,9 @@ from fsdptool.training.data.loader import Collate, Loader, Samples, Share, Stack
 from fsdptool.training.data.order import BucketOrder, Order, PlainOrder, mix
 from fsdptool.training.data.sources import path_of
 from fsdptool.training.data.workers import START_METHODS
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Synthetic:
@@ -93,7 +96,7 @@ def build_batches(
     rank: int = 0,
     world: int = 1,
     cache: Path | None = None,
-    pin_memory: bool = False,
+    device: torch.device | None = None,
 ) -> Loader:
     """Return the training data of one rank, at its beginning.
 
@@ -103,7 +106,7 @@ def build_batches(
         rank, world: Data rank and their number: ranks that share one sequence (context parallel)
             count as one.
         cache: Folder for token tables; :func:`data_cache` by default.
-        pin_memory: Whether to put micro-batches into page-locked memory.
+        device: Where micro-batches are to be; None leaves them on the CPU.
 
     Raises:
         ConfigError: The recipe's data cannot be used, or its sizes do not divide.
@@ -118,12 +121,18 @@ def build_batches(
         share,
         workers=recipe.data.workers,
         start_method=_start_method(recipe.data),
-        pin_memory=pin_memory,
+        device=device,
     )
 
 
 def build_evaluation(
-    recipe: Recipe, spec: ModelSpec, *, rank: int = 0, world: int = 1, cache: Path | None = None
+    recipe: Recipe,
+    spec: ModelSpec,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    cache: Path | None = None,
+    device: torch.device | None = None,
 ) -> Loader | None:
     """Return the validation data of one rank, or None if the recipe asks for none.
 
@@ -151,6 +160,7 @@ def build_evaluation(
         workers=data.workers,
         start_method=_start_method(data),
         steps=steps,
+        device=device,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,10 +11,12 @@ import numpy as np
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.recipe import PADDING_MULTIPLE
+from fsdptool.training.data.ahead import ReadAhead
 from fsdptool.training.data.order import Order, Place
 from fsdptool.training.data.workers import Workers
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -156,7 +158,7 @@ class Loader:
         workers: Loading processes of this rank; 0 loads in the training process.
         start_method: How they start: ``forkserver``, ``spawn`` or ``fork``.
         steps: Steps after which the data ends, or None for training data, which never does.
-        pin_memory: Whether micro-batches are put into page-locked memory (CUDA only).
+        device: Where micro-batches are to be; None leaves them on the CPU.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Loader:
         workers: int = 0,
         start_method: str = "forkserver",
         steps: int | None = None,
-        pin_memory: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.samples_per_epoch = order.samples
         self._samples = samples
@@ -179,9 +181,10 @@ class Loader:
         self._workers = workers
         self._start_method = start_method
         self._steps = steps
-        self._pin_memory = pin_memory
+        self._device = device
         self._position = 0
-        self._running: Iterator[dict[str, Tensor]] | None = None
+        self._running: ReadAhead | None = None
+        self._processes: Workers | None = None
 
     @property
     def digest(self) -> str:
@@ -210,7 +213,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[Mapping[str, Tensor]]:
-        """Return the micro-batches of the next optimizer step.
+        """Return the micro-batches of the next optimizer step; that of the step after it is read meanwhile.
 
         Raises:
             StopIteration: Evaluation data is at its end.
@@ -223,20 +226,31 @@ class Loader:
         if self._running is None:
             self._running = self._start()
         try:
-            batch: list[Mapping[str, Tensor]] = [next(self._running) for _ in range(self._share.accumulation)]
+            step = next(self._running)
         except FsdptoolError:
             self.close()
             raise
         self._position += self._share.global_batch
-        if self._pin_memory:
-            return [{name: tensor.pin_memory() for name, tensor in item.items()} for item in batch]
-        return batch
+        return step
 
-    def _start(self) -> Iterator[dict[str, Tensor]]:
+    def _start(self) -> ReadAhead:
         turns = _Turns(self._samples, self._collate, self._order, self._share, self._position)
-        if self._workers:
-            return Workers(turns, self._workers, start_method=self._start_method)
-        return (as_tensors(turns(number)) for number in itertools.count())
+        count = self._share.accumulation
+        if not self._workers:
+            made = (as_tensors(turns(number)) for number in itertools.count())
+            return ReadAhead(self._steps_of(made, count), device=self._device)
+        self._processes = Workers(turns, self._workers, start_method=self._start_method)
+        return ReadAhead(
+            self._steps_of(self._processes, count), device=self._device, interrupt=self._processes.interrupt
+        )
+
+    def _steps_of(
+        self, made: Iterator[dict[str, Tensor]], count: int
+    ) -> Iterator[list[Mapping[str, Tensor]]]:
+        """Return micro-batches by steps, from here to the end of the data."""
+        if self._steps is None:
+            return _grouped(made, count, itertools.repeat(None))
+        return _grouped(made, count, range(self._steps - self._position // self._share.global_batch))
 
     def example(self, index: int) -> dict[str, Tensor]:
         """Return one sample of the first epoch as a micro-batch; the position stays."""
@@ -262,7 +276,17 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """End the loading processes; the next step starts them again."""
+        """End the reading ahead and the loading processes; the next step starts them again."""
         running, self._running = self._running, None
-        if isinstance(running, Workers):
+        processes, self._processes = self._processes, None
+        if running is not None:
             running.close()
+        if processes is not None:
+            processes.close()
+
+
+def _grouped(
+    made: Iterator[dict[str, Tensor]], count: int, steps: Iterable[object]
+) -> Iterator[list[Mapping[str, Tensor]]]:
+    for _ in steps:
+        yield list(itertools.islice(made, count))

@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,8 @@ class Workers:
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._next = 0
+        # What interrupts a wait: to close a pipe that another thread reads would hand its number to a file.
+        self._wake, self._waker = context.Pipe(duplex=False)
         for number in range(count):
             mine, theirs = context.Pipe(duplex=False)
             inherited = [*self._pipes, mine] if start_method == "fork" else []
@@ -85,11 +87,14 @@ class Workers:
         """Return the next micro-batch.
 
         Raises:
+            StopIteration: The wait was interrupted.
             WorkerError: The process that makes it is dead.
             FsdptoolError: It cannot be made; as in the loading process.
         """
         number = self._next % len(self._pipes)
         try:
+            if self._pipes[number] not in wait([self._pipes[number], self._wake]):
+                raise StopIteration
             message = self._pipes[number].recv_bytes()
         except (EOFError, OSError) as error:
             process = self._processes[number]
@@ -101,8 +106,13 @@ class Workers:
         self._next += 1
         return _unpack(message)
 
+    def interrupt(self) -> None:
+        """End the wait of another thread, and every later one."""
+        self._waker.close()
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; nobody may read any more."""
+        self.interrupt()
         self._end()
 
 

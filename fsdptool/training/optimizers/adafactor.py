@@ -49,6 +49,11 @@ class Adafactor(ShardedOptimizer):
     def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
         return RowAdafactor(groups, rate, {stand_in: _whole(parameter) for parameter, stand_in in pairs})
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the update reads on the device whether to change anything."""
+        return True
+
 
 def _whole(parameter: nn.Parameter) -> _Whole:
     if not isinstance(parameter, DTensor):
@@ -64,7 +69,12 @@ class RowAdafactor(torch.optim.Optimizer):
         groups: torch parameter groups of rows.
         rate: Learning rate.
         wholes: How each parameter lies over ranks.
+
+    Attributes:
+        found_inf: 1.0 on the device if nothing is to change, as torch's fused optimizers have it.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], rate: float, wholes: Mapping[nn.Parameter, _Whole]
@@ -92,22 +102,34 @@ class RowAdafactor(torch.optim.Optimizer):
         ]
         _reduce(sizes, spans)
         for (group, parameter), (_, squares), row, size in zip(work, firsts, rows, sizes, strict=True):
+            if group["weight_decay"]:
+                kept = 1.0 - float(group["lr"]) * group["weight_decay"]
+                self._replace(parameter, parameter * kept)
             self._apply(group, parameter, squares, self._update(parameter, row), size)
 
     def _prepare(self, parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.zeros((), device=parameter.device)
             if parameter.dim() > 1:
                 state["row_var"] = parameter.new_zeros((*parameter.shape[:-1], 1))
                 columns = (*parameter.shape[:-2], 1, parameter.shape[-1])
                 state["col_var"] = parameter.new_zeros(columns)
             else:
                 state["variance"] = torch.zeros_like(parameter)
-        state["step"] += 1
+        state["step"] += 1 if self.found_inf is None else 1.0 - self.found_inf
 
-    def _forget(self, parameter: nn.Parameter) -> float:
-        return float(float(self.state[parameter]["step"]) ** _BETA2_DECAY)
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        """Give ``old`` the values of ``new``, unless nothing is to change."""
+        old.copy_(new if self.found_inf is None else torch.where(self.found_inf.bool(), old, new))
+
+    def _mix(self, parameter: nn.Parameter, name: str, fresh: Tensor) -> None:
+        """Move a moment towards ``fresh``, by less with every step; 16-bit ones are mixed in fp32."""
+        state = self.state[parameter]
+        moment, wide = state[name], torch.float64 if fresh.dtype == torch.float64 else torch.float32
+        # A skipped first step has no number: its result is thrown away.
+        share = state["step"].double().pow(_BETA2_DECAY).to(wide)
+        self._replace(moment, torch.lerp(moment.to(wide), fresh.to(wide), share).to(moment.dtype))
 
     def _first_sums(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Return the sums of squares over rows (matrices cut along their rows only) and of the values."""
@@ -120,15 +142,15 @@ class RowAdafactor(torch.optim.Optimizer):
     def _row_sum(self, parameter: nn.Parameter, columns: Tensor) -> Tensor:
         """Update the second moments; return the sum of the row moments, which all ranks need."""
         assert parameter.grad is not None
-        state, forget = self.state[parameter], self._forget(parameter)
+        state = self.state[parameter]
         if parameter.dim() < 2:
-            state["variance"].lerp_(parameter.grad.square(), forget)
+            self._mix(parameter, "variance", parameter.grad.square())
             return parameter.new_zeros(0)
-        state["row_var"].lerp_(parameter.grad.square().mean(dim=-1, keepdim=True), forget)
+        self._mix(parameter, "row_var", parameter.grad.square().mean(dim=-1, keepdim=True))
         if (whole := self._wholes[parameter]).spans_rows:
-            state["col_var"].lerp_(columns / whole.shape[-2], forget)
+            self._mix(parameter, "col_var", columns / whole.shape[-2])
             return state["row_var"].sum(dim=-2, keepdim=True)  # type: ignore[no-any-return]
-        state["col_var"].lerp_(parameter.grad.square().mean(dim=-2, keepdim=True), forget)
+        self._mix(parameter, "col_var", parameter.grad.square().mean(dim=-2, keepdim=True))
         return parameter.new_zeros(0)
 
     def _update(self, parameter: nn.Parameter, row_sum: Tensor) -> Tensor:
@@ -150,12 +172,14 @@ class RowAdafactor(torch.optim.Optimizer):
     ) -> None:
         """Change a parameter; its scale stays on the device, which the host would otherwise wait for."""
         rate, numel = float(group["lr"]), math.prod(self._wholes[parameter].shape)
-        step = float(self.state[parameter]["step"])
-        scale = (squares / numel).sqrt().clamp(min=_LEAST_SCALE) * min(rate, 1.0 / math.sqrt(step))
-        if group["weight_decay"]:
-            parameter.mul_(1.0 - rate * group["weight_decay"])
+        limit = self.state[parameter]["step"].double().rsqrt().clamp(max=rate)
         excess = ((size / numel).sqrt() / _THRESHOLD).clamp(min=1.0)
-        parameter.addcmul_(update, scale / excess, value=-1.0)
+        scale = (squares / numel).sqrt().clamp(min=_LEAST_SCALE) * limit / excess
+        if self.found_inf is not None:
+            skipped = self.found_inf.bool()
+            update.masked_fill_(skipped, 0.0)
+            scale = torch.where(skipped, 0.0, scale)
+        parameter.addcmul_(update, scale, value=-1.0)
 
 
 def _squares(tensor: Tensor) -> Tensor:

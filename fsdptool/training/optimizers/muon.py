@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,13 @@ class Muon(ShardedOptimizer):
             if (rest := [stand_in for stand_in in group["params"] if stand_in not in matrices])
         ]
         return MuonAndAdamW(matrices, others, options, rate)
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether AdamW's part has a kernel that skips; Muon's does."""
+        optimizer = self.torch_optimizer
+        assert isinstance(optimizer, MuonAndAdamW)
+        return optimizer.adamw is None or bool(optimizer.adamw.defaults["fused"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         others: Parameter groups of AdamW.
         options: The recipe's choice.
         rate: Learning rate.
+
+    Attributes:
+        found_inf: 1.0 on the device if nothing is to change, as torch's fused optimizers have it.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -104,13 +116,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": rate})
         self._matrices = matrices
         self._options = options.muon or MuonOptions()
-        self._adamw: torch.optim.Optimizer | None = None
+        self.adamw: Any = None
         if others:
-            self._adamw = torch.optim.AdamW(
+            self.adamw = torch.optim.AdamW(
                 others, lr=rate, betas=options.betas, eps=options.epsilon, **torch_kernel(options)
             )
-            self._adamw.state = self.state
-            self.param_groups += self._adamw.param_groups
+            self.adamw.state = self.state
+            self.param_groups += self.adamw.param_groups
         own = self._options.adamw_learning_rate
         self._adamw_ratio = 1.0 if own is None else own / options.learning_rate
 
@@ -134,10 +146,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
             sizes = [math.prod(self._matrices[parameter].shape) for parameter, _ in matrices]
             for places in rounds_of(sizes, ranks.size()):
                 self._step_round([matrices[place] for place in places], rate, decay)
-        if self._adamw is not None:
-            for other in self._adamw.param_groups:
+        if self.adamw is not None:
+            for other in self.adamw.param_groups:
                 other["lr"] *= self._adamw_ratio
-            self._adamw.step()
+            self.adamw.found_inf = self.found_inf
+            self.adamw.step()
 
     def _step_whole(self, parameter: nn.Parameter, rate: float, decay: float) -> None:
         """Step a whole matrix, or whole experts a few at a time."""
@@ -186,6 +199,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         gradient, buffer = parameter.grad[part], state["momentum_buffer"][part]
+        if self.found_inf is not None:
+            # Mixed with itself, the momentum stays as it is.
+            torch.where(self.found_inf.bool(), buffer, gradient, out=gradient)
         momentum = self._options.momentum
         buffer.lerp_(gradient, 1.0 - momentum)
         update = gradient.lerp(buffer, momentum) if self._options.nesterov else buffer
@@ -233,7 +249,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
         else:
             ratio = 0.2 * math.sqrt(max(rows, columns))
         target = parameter[part]
-        target.mul_(1.0 - rate * decay)
+        kept = 1.0 - rate * decay
+        if self.found_inf is None:
+            target.mul_(kept)
+        else:
+            if decay:
+                torch.where(self.found_inf.bool(), target, target * kept, out=target)
+            update.mul_(1.0 - self.found_inf)
         target.add_(update, alpha=-rate * ratio)
 
 

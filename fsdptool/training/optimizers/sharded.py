@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdptool.distributed.shard import local, sharded_dimension, sharded_like
+from fsdptool.distributed.shard import grads_by_dtype, local, sharded_dimension, sharded_like
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised_formats import load_kernels
 from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optimizer_spec
@@ -97,8 +97,19 @@ class ShardedOptimizer:
         """Return the optimizer over the stand-ins."""
         raise NotImplementedError
 
-    def step(self, rate: float) -> None:
-        """Change the parameters by their gradients at learning rate ``rate``."""
+    def step(
+        self, rate: float, *, factor: torch.Tensor | None = None, skip: torch.Tensor | None = None
+    ) -> None:
+        """Change the parameters by their gradients.
+
+        The host does not wait for ``factor`` and ``skip``, unless the parameters are offloaded to the CPU or
+        the kernel cannot skip (:attr:`skips_on_device`).
+
+        Args:
+            rate: Learning rate.
+            factor: What the gradients are multiplied by first, fp64 without dimensions.
+            skip: Whether parameters and states stay as they are, boolean without dimensions.
+        """
         for group in self.torch_optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -109,9 +120,32 @@ class ShardedOptimizer:
             # FSDP pads uneven shards into new storage at the first forward (torch 2.13).
             stand_in.data = local(parameter).detach()
             stand_in.grad = self._gradient(parameter)
-        self.torch_optimizer.step()
-        for stand_in in self._stand_ins.values():
+        stand_ins = self._stand_ins.values()
+        device = next(iter(stand_ins)).device
+        if factor is not None:
+            _multiply(stand_ins, factor.to(device))
+        if skip is None or self._heed(skip.to(device)):
+            self._update()
+        self._heed(None)
+        for stand_in in stand_ins:
             stand_in.grad = None
+
+    def _update(self) -> None:
+        self.torch_optimizer.step()
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the update reads on the device whether to change anything: torch's fused kernels do."""
+        return bool(self.torch_optimizer.defaults.get("fused"))
+
+    def _heed(self, skip: torch.Tensor | None) -> bool:
+        """Tell the kernel whether it may change something; returns whether to call it."""
+        if not self.skips_on_device:
+            return not skip  # waits for the device
+        # What torch.amp.GradScaler sets for fused optimizers (torch 2.13, ``amp/grad_scaler.py``).
+        optimizer: Any = self.torch_optimizer
+        optimizer.found_inf = None if skip is None else skip.float()
+        return True
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return None if parameter.grad is None else local(parameter.grad)
@@ -167,6 +201,18 @@ class ShardedOptimizer:
                     local(value).zero_()
 
 
+def _multiply(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply gradients by a number on their device, 16-bit ones in fp32."""
+    for dtype, grads in grads_by_dtype(parameters).items():
+        if dtype == torch.float64:
+            torch._foreach_mul_(grads, factor)
+        else:
+            # `_foreach_mul_` would round the factor to 16 bits. Whether numbers are finite is known already.
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                grads, torch.zeros_like(factor, dtype=torch.float32), factor.float()
+            )
+
+
 def _as_sharded(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Describe a state that is cut as its parameter's rows are; anything else is equal on all ranks."""
     if not isinstance(parameter, DTensor) or value.dim() == 0:
@@ -201,6 +247,15 @@ class Sgd(ShardedOptimizer):
 
     def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=rate, momentum=options.momentum, **torch_kernel(options))
+
+    def _heed(self, skip: torch.Tensor | None) -> bool:
+        # A skipped first step would leave the momentum as the allocator found it (torch 2.13, ``sgd.py``).
+        if skip is not None and self.skips_on_device and self.torch_optimizer.defaults["momentum"]:
+            for stand_in in self._stand_ins.values():
+                state = self.torch_optimizer.state[stand_in]
+                if stand_in.grad is not None and not state:
+                    state["momentum_buffer"] = torch.zeros_like(stand_in)
+        return super()._heed(skip)
 
 
 def torch_kernel(options: Optimizer) -> dict[str, bool]:
@@ -251,6 +306,16 @@ class EightBitAdamW(ShardedOptimizer):
         # A rank without rows has nothing to start a kernel for.
         return gradient if gradient is not None and gradient.numel() else None
 
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Step as bitsandbytes does, but do not wait for the device after every parameter (0.50)."""
+        optimizer: Any = self.torch_optimizer
+        self._make_states()
+        for number, group in enumerate(optimizer.param_groups):
+            for index, stand_in in enumerate(group["params"]):
+                if stand_in.grad is not None:
+                    optimizer.update_step(group, stand_in, number, index)
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return nothing: no state is shared by the ranks."""
         return {}
@@ -284,10 +349,13 @@ class EightBitAdamW(ShardedOptimizer):
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield every parameter's states; made if there are none yet."""
+        self._make_states()
+        for name in self._names:
+            yield name, self.torch_optimizer.state[self._stand_ins[name]]
+
+    def _make_states(self) -> None:
         optimizer: Any = self.torch_optimizer
         for number, group in enumerate(optimizer.param_groups):
             for index, stand_in in enumerate(group["params"]):
                 if not optimizer.state[stand_in]:
                     optimizer.init_state(group, stand_in, number, index)
-        for name in self._names:
-            yield name, optimizer.state[self._stand_ins[name]]
