@@ -120,10 +120,10 @@ def missing_extra(error: Exception, wanted: str | None = None) -> FsdptoolError 
     extras = sorted((len(names), extra) for extra, names in libraries.items() if extra and package in names)
     if not extras:
         return None
-    extra = wanted if any(name == wanted for _, name in extras) else extras[0][1]
+    chosen = wanted if any(name == wanted for _, name in extras) else extras[0][1]
     return FsdptoolError(
         f"{package} is not installed",
-        help=f"pip install 'fsdptool[{extra}]' (in the clone: pip install '.[{extra}]')",
+        help=f"pip install 'fsdptool[{chosen}]' (in the clone: pip install '.[{chosen}]')",
     )
 
 

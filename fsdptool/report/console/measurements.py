@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdptool.formatting import amount
 from fsdptool.records.measurements import MeasuredAttention, Measurements, RankMeasurements
-from fsdptool.report.tables import print_line, print_table
+from fsdptool.report.console.tables import print_line, print_table
 
 
 def print_measurements(measured: Measurements) -> None:
