@@ -16,6 +16,8 @@ from typing import Any
 
 import typer
 
+from fsdptool.cli.completion import VARIABLE, attach_values, completed_command
+from fsdptool.cli.options import complain
 from fsdptool.errors import ExitCode, FsdptoolError, unusable_name
 from fsdptool.garbage import collect_seldom
 
@@ -54,9 +56,6 @@ _MODULES: dict[str, str] = {
 }
 """Command name to module under ``fsdptool.cli``, in the order of ``--help``; its function is ``command``
 unless another one follows a colon."""
-
-COMPLETION_VARIABLE = "_FSDPTOOL_COMPLETE"
-"""Set by the shell's completion script (typer 0.29, ``_completion_shared.py``)."""
 
 _GROUPS: dict[str, str] = {
     "cache": "cache",
@@ -149,10 +148,8 @@ def _open_closed_streams() -> None:
 
 def _command(arguments: list[str]) -> Any:
     """Return what runs a command line, or completes one for the shell."""
-    if COMPLETION_VARIABLE not in os.environ:
+    if VARIABLE not in os.environ:
         return build_app(arguments[0] if arguments else None)
-    from fsdptool.cli.completion import attach_values, completed_command
-
     group = typer.main.get_command(build_app(completed_command()))
     attach_values(group)
     return group
@@ -198,16 +195,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def _drop_output() -> None:
     """Redirect standard output, so that the interpreter's final flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def complain(error: FsdptoolError) -> None:
-    """Write each mistake as one line, and what to do next as a second line."""
-    from fsdptool.report.tables import print_line
-
-    for mistake in (error, *error.others):
-        print_line(f"error: {mistake.message}", stream=sys.stderr)
-        if mistake.help:
-            print_line(f"help: {mistake.help}", stream=sys.stderr)
 
 
 def _usage_error(error: Any) -> FsdptoolError:

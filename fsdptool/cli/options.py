@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdptool.errors import ConfigError, StorageError
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
 
@@ -279,3 +279,13 @@ def write_answer(
     text = page(document) if is_page else json.dumps(document, indent=1, ensure_ascii=False) + "\n"
     write_file(path, text, force=force)
     say(f"wrote {path}")
+
+
+def complain(error: FsdptoolError) -> None:
+    """Write each mistake as one line, and what to do next as a second line."""
+    from fsdptool.report.tables import print_line
+
+    for mistake in (error, *error.others):
+        print_line(f"error: {mistake.message}", stream=sys.stderr)
+        if mistake.help:
+            print_line(f"help: {mistake.help}", stream=sys.stderr)

@@ -1,6 +1,6 @@
 """Configuration files: every dialect, what it really means, fixes, migration. Torch-free."""
 
-from fsdptool.config.dialects.protocol import Consumer
+from fsdptool.config.programs import Consumer
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings

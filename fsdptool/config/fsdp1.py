@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fsdptool.config.canonical import LEGACY, MESH, RESHARD_OF_STRATEGY, hybrid_mesh
-from fsdptool.config.checks.meaning import wraps_nothing
-from fsdptool.config.context import LintContext
-from fsdptool.config.dialects import parse_source
-from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.edits import Editor, apply_edits
-from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Entry, Node, ParseError
+from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target, parse_source
+from fsdptool.config.edits import NotEditableError, edits_between
 from fsdptool.records.diagnostic import Edit
 
 
@@ -25,21 +20,6 @@ class Migration:
     edits: tuple[Edit, ...] | None
     changes: Mapping[str, Any] = field(default_factory=dict)
     refusal: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the FSDP2 form of a file must say.
-
-    Attributes:
-        reshard: ``reshard_after_forward``.
-        state_dict: ``sharded`` or ``full``: what FSDP1 did.
-        mesh: ``dp_replicate`` and ``dp_shard`` of hybrid sharding, or empty.
-    """
-
-    reshard: bool
-    state_dict: str
-    mesh: Mapping[str, int]
 
 
 def migration(lint: LintContext) -> Migration:
@@ -55,7 +35,7 @@ def migration(lint: LintContext) -> Migration:
     if not lint.dialect.in_place:
         return Migration(None, refusal=f"rewrite the file: fsdptool migrate --to {lint.dialect.name} FILE")
     try:
-        steps = Rewriter(lint.source, lint.dialect)
+        steps = Rewriter(lint.source, partial(parse_source, dialect=lint.dialect))
         further = lint.dialect.migrate(steps, lint, target)
     except NotEditableError as error:
         return Migration(None, refusal=f"the form of the file does not allow it: {error}")
@@ -74,7 +54,7 @@ def _refusal(lint: LintContext) -> str | None:
         return "LOCAL_STATE_DICT is not supported by FSDP2: use SHARDED_STATE_DICT"
     if lint.migration_refusal:
         return lint.migration_refusal
-    if lint.get("activation_checkpointing") and wraps_nothing(lint) and lint.consumer.name != "fsdptool":
+    if lint.get("activation_checkpointing") and lint.wraps_nothing and lint.consumer.name != "fsdptool":
         return "activation checkpointing crashes under FSDP2 where nothing is wrapped: wrap the blocks first"
     if lint.has("FSD336", severity="error"):
         return "decide which strategy you want: the one in the file has never run (FULL_SHARD has)"
@@ -88,100 +68,3 @@ def _refusal(lint: LintContext) -> str | None:
         if isinstance(machines, int) and machines > 1 and not hybrid_mesh(processes, machines):
             return "hybrid sharding requires num_processes, a multiple of num_machines, for its mesh"
     return None
-
-
-class NotEditableError(Exception):
-    """The text's form does not allow an edit."""
-
-
-class Rewriter:
-    """A text that is edited one step at a time and parsed again after each."""
-
-    def __init__(self, source: SourceText, dialect: Dialect) -> None:
-        self.source = source
-        self.dialect = dialect
-        self._parse()
-
-    def _parse(self) -> None:
-        try:
-            self.document = parse_source(self.source, self.dialect)
-        except ParseError as error:
-            raise NotEditableError(error.message) from error
-        self.editor = Editor(self.source, self.document)
-
-    @property
-    def root(self) -> Node:
-        """The root mapping of the text as it is now."""
-        root = self.document.root
-        if root is None or root.kind != "map":
-            raise NotEditableError("nothing is left")
-        return root
-
-    def block(self, name: str | None) -> tuple[Node, Entry | None]:
-        """Return a block (or the root for None) and the entry that holds it."""
-        if name is None:
-            return self.root, None
-        entry = self.root.get(name)
-        if entry is None:
-            raise NotEditableError(f"there is no {name}")
-        return entry.node, entry
-
-    def apply(self, edits: tuple[Edit, ...] | None, what: str) -> None:
-        """Apply edits and parse again.
-
-        Raises:
-            NotEditableError: There are none to apply, or the result does not parse.
-        """
-        if edits is None:
-            raise NotEditableError(what)
-        self.source = self.source.with_text(apply_edits(self.source.text, list(edits)))
-        self._parse()
-
-    def put(self, name: str | None, key: str, value: Any, *, synonyms: tuple[str, ...] = ()) -> None:
-        """Give ``key`` a value, renaming one of its synonyms or adding it when it is missing."""
-        parent, holder = self.block(name)
-        for spelled in (key, *synonyms):
-            entry = parent.get(spelled) if parent.kind == "map" else None
-            if entry is None:
-                continue
-            if entry.node.value != value or type(entry.node.value) is not type(value):
-                self.apply(self.editor.replace(entry.node, value), key)
-            if spelled != key:
-                parent, _ = self.block(name)
-                entry = parent.get(spelled)
-                if entry is None:
-                    raise NotEditableError(f"{spelled} is not the same key after an edit")
-                self.apply(self.editor.rename(entry, key), key)
-            return
-        self.apply(self.editor.add(parent, holder, {key: value}), key)
-
-    def drop(self, name: str | None, *keys: str) -> None:
-        """Remove keys that exist."""
-        for key in keys:
-            while True:
-                parent, _ = self.block(name)
-                entry = parent.get(key) if parent.kind == "map" else None
-                if entry is None:
-                    break
-                self.apply(self.editor.remove(parent, entry), key)
-
-    def rename(self, name: str | None, key: str, new: str) -> None:
-        """Rename a key that exists, unless the new one exists already."""
-        parent, _ = self.block(name)
-        entry = parent.get(key) if parent.kind == "map" else None
-        if entry is not None and parent.get(new) is None:
-            self.apply(self.editor.rename(entry, new), key)
-
-
-def edits_between(before: str, after: str) -> tuple[Edit, ...]:
-    """Return the edits, whole lines each, that turn one text into another."""
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    starts = [0]
-    for line in old:
-        starts.append(starts[-1] + len(line))
-    edits = []
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    for tag, first, last, new_first, new_last in matcher.get_opcodes():
-        if tag != "equal":
-            edits.append(Edit(starts[first], starts[last], "".join(new[new_first:new_last])))
-    return tuple(edits)

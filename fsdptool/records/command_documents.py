@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.keywords import Count, Keywords, Positive
 from fsdptool.records.plan import SearchPoint, Verdict
 from fsdptool.records.run import DeviceType
-from fsdptool.records.schema import Count, Keywords, Positive
 
 
 @dataclass(frozen=True, slots=True)

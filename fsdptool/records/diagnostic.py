@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from fsdptool.records.codec import to_json
-from fsdptool.records.schema import Count, Digest, Positive
+from fsdptool.records.keywords import Count, Digest, Positive
 
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", "none"]

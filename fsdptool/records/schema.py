@@ -13,28 +13,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdptool.records.codec import key_of, to_json
-
-
-class Keywords:
-    """What a type cannot say, in JSON Schema's own words: ``Annotated[int, Keywords(minimum=1)]``."""
-
-    def __init__(self, **keywords: Any) -> None:
-        self.keywords = keywords
-
-
-class JsonOf:
-    """Plain data in the form of a record: ``Annotated[Mapping[str, Any], JsonOf(Record)]``."""
-
-    def __init__(self, record: type) -> None:
-        self.record = record
-
-
-Count = Annotated[int, Keywords(minimum=0)]
-Positive = Annotated[int, Keywords(minimum=1)]
-Share = Annotated[float, Keywords(minimum=0, maximum=1.0000001)]
-"""A fraction of a total; sums of rounded terms may exceed 1 by their last digit."""
-Digest = Annotated[str, Keywords(pattern="^sha256:[0-9a-f]{64}$")]
-Text = Annotated[str, Keywords(minLength=1)]
+from fsdptool.records.keywords import JsonOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

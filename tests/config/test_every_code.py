@@ -18,8 +18,8 @@ import fsdptool
 from fsdptool.api.validate import with_model
 from fsdptool.cli.rule import all_rules
 from fsdptool.config import read_settings
-from fsdptool.config.checks.hardware import Hardware
 from fsdptool.config.rules import RULES
+from fsdptool.config.rules.model import Hardware
 from fsdptool.files.text import SIZE_LIMIT, SourceText
 from fsdptool.inspection import inspect
 from fsdptool.planning import load_gpu

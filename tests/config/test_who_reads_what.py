@@ -13,9 +13,9 @@ from test_rules_against_accelerate import GOOD
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.dialects.protocol import PROGRAMS
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
+from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
@@ -76,7 +76,7 @@ def test_a_target_is_a_version_of_one_program() -> None:
 def test_a_fix_is_judged_for_the_same_version() -> None:
     noted = "# fsdptool: consumer=fsdptool\n" + GOOD.replace("num_processes: 8", "num_processes: '8'")
     reading = read_settings(noted, target="accelerate==1.12")
-    fixed = repair(reading, target="accelerate==1.12")
+    fixed = repair(reading)
     assert fixed.applied and fixed.reading.consumer == reading.consumer
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fsdptool.config.rules.hardware import HARDWARE
 from fsdptool.config.rules.meaning import MEANING
 from fsdptool.config.rules.mesh import MESH
-from fsdptool.config.rules.model import MODEL
+from fsdptool.config.rules.model import HARDWARE, MODEL
 from fsdptool.records.diagnostic import Rule
 
 PARSE = (

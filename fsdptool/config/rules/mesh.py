@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fsdptool.config.dialects.protocol import LintContext
+from fsdptool.config.programs import PROGRAMS, is_before
 from fsdptool.records.diagnostic import Rule
+from fsdptool.records.mesh import DIMENSIONS
 
 MESH = (
     Rule("FSD305", "context parallelism without FSDP2", "error",
@@ -88,3 +93,187 @@ MESH = (
          "work.",
          "Load the model with `from_pretrained(..., tp_plan=\"auto\", device_mesh=mesh[\"tp\"])`."),
 )  # fmt: skip
+
+
+def check_mesh(lint: LintContext) -> None:
+    """Report what accelerate 1.15's ``ParallelismConfig`` would refuse, ignore or run differently.
+
+    Sources: ``parallelism_config.py:__post_init__`` and ``_validate_accelerator``; SimpleTuner 4.8.0's
+    context-parallel checks.
+    """
+    sizes = {key: lint.get(key) or 1 for key in DIMENSIONS}
+    if sizes["cp"] > 1 and lint.get("fsdp_version") == 1:
+        lint.report("FSD305", "Context parallelism requires FSDP2.", "cp")
+        return
+    block = lint.parallelism_block
+    if block is not None and lint.get("fsdp_version") == 1:
+        lint.report("FSD342", "parallelism_config needs fsdp_version 2", lint.root.get("parallelism_config"))
+        return
+    open_shard = lint.get("dp_shard") is None
+    processes = lint.get("num_processes")
+    if sizes["cp"] > 1 and refuse_context_size(lint, sizes["cp"], processes):
+        return
+    if block is None and open_shard and all(size == 1 for size in sizes.values()):
+        return
+    if _combinations(lint, sizes, open_shard):
+        return
+    before = len(lint.findings)
+    _products(lint, sizes, open_shard, processes, block)
+    if sizes["tp"] > 1 and lint.consumer.name == "accelerate" and len(lint.findings) == before:
+        _tensor_parallel(lint, sizes["tp"])
+
+
+def _tensor_parallel(lint: LintContext, size: int) -> None:
+    """Report what becomes of tensor parallelism with this accelerate and this transformers.
+
+    Read in the sources of accelerate 1.10 to 1.15 (``Accelerator._prepare_tp``) and transformers 5.0 to 5.23
+    (``integrations/tensor_parallel.py``, ``distributed/tensor_parallel.py``): the class that accelerate
+    imports is in no transformers from 5.1 on; parameters of models that transformers divides are DTensors up
+    to 5.0 and from 5.16 on; accelerate leaves models without DTensors alone from 1.13 on.
+    """
+    consumer, version = lint.consumer, lint.consumer.version_of("transformers")
+    pair = f"tp {size}: {consumer} with transformers {version}"
+    old = is_before(version, 5, 1)
+    if not old and consumer.before(1, 13):
+        lint.report_value("FSD356", f"{pair} cannot prepare any model", "tp", severity="error")
+    elif not old and not is_before(version, 5, 16):
+        lint.report_value("FSD356", f"{pair} cannot prepare a divided model", "tp")
+    elif not old:
+        lint.report_value("FSD363", f"{pair} takes one rank's part for the whole model", "tp")
+    else:
+        lint.report("FSD364", f"{pair} divides only a model that was loaded with tp_plan", "tp")
+
+
+def refuse_context_size(lint: LintContext, size: int, processes: Any) -> bool:
+    """Report a context-parallel size above 1 that the processes, where they are known, do not divide by."""
+    if not isinstance(processes, int) or processes % size == 0:
+        return False
+    how = "cannot exceed" if size > processes else "must evenly divide"
+    message = f"Context parallel size ({size}) {how} process count ({processes})."
+    lint.report_value("FSD306", message, "cp")
+    return True
+
+
+def _combinations(lint: LintContext, sizes: dict[str, int], open_shard: bool) -> bool:
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        lint.report_value(
+            "FSD311", f"cp {sizes['cp']} and sp {sizes['sp']} exclude each other", lint.at("sp", "cp")
+        )
+        return True
+    if sizes["sp"] > 1:
+        lint.report_value(
+            "FSD312", f"sp {sizes['sp']} has no effect under FSDP2: sequences are not split", "sp"
+        )
+        return True
+    split = sizes["cp"] > 1 and lint.consumer.name != "fsdptool"
+    beside = (sizes["tp"] > 1 or split) and sizes["dp_replicate"] > 1
+    # A program that a dialect brings builds its own mesh, and not accelerate's.
+    if beside and lint.consumer.name in PROGRAMS and sizes["dp_shard"] == 1 and not open_shard:
+        lint.report_value(
+            "FSD313", "accelerate refuses tp or cp with dp_replicate above 1 and dp_shard 1", "dp_replicate"
+        )
+        return True
+    return False
+
+
+def _products(lint: LintContext, sizes: dict[str, int], open_shard: bool, processes: Any, block: Any) -> None:
+    total = 1
+    for size in sizes.values():
+        total *= size
+    place = lint.at("dp_shard", "dp_replicate", "tp", "cp") or lint.root.get("parallelism_config")
+    known = isinstance(processes, int)
+    if total == 1 and not open_shard:
+        edits = None
+        entry = lint.root.get("parallelism_config")
+        if block is not None and entry is not None:
+            edits = lint.editor.remove(lint.root, entry)
+        refused = lint.consumer.name == "fsdptool" and known and processes > 1
+        lint.report(
+            "FSD343",
+            f"all mesh sizes are 1, but there are {processes} processes"
+            if refused
+            else "all mesh sizes are 1: accelerate does not build a mesh and shards over all processes",
+            entry,
+            severity="error" if refused else "warning",
+            edits=edits,
+            safe=False,
+            fix="remove parallelism_config",
+            changes={"dp_shard": None},
+        )
+        return
+    if open_shard:
+        if known and processes % total:
+            lint.report(
+                "FSD308",
+                f"mesh sizes multiply to {total}, which does not divide {processes} processes",
+                place,
+            )
+            return
+        if not known or processes // total > 1:
+            return
+    elif known and total != processes:
+        shown = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+        lint.report("FSD308", f"the mesh {shown} is for {total} processes, not {processes}", place)
+        return
+    if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+        if sizes["tp"] > 1 and sizes["dp_replicate"] == 1:
+            lint.report_value(
+                "FSD310", f"tp {sizes['tp']} uses all processes: no dimension is left to shard over", "tp"
+            )
+        else:
+            lint.report_value(
+                "FSD309", "the mesh only replicates: parameters are not sharded", "dp_replicate"
+            )
+
+
+def launched_by_accelerate(lint: LintContext) -> bool:
+    """Whether accelerate's own launcher and plugin will read the settings."""
+    return lint.consumer.name in ("accelerate", "fsdptool")
+
+
+def check_processes(lint: LintContext) -> None:
+    """Report process counts, machines, addresses and GPU ids that do not go together."""
+    processes, machines = lint.get("num_processes"), lint.get("num_machines") or 1
+    cpu = lint.get("use_cpu")
+    if cpu and lint.consumer.name == "accelerate":
+        lint.report("FSD314", "accelerate runs FSDP on CPU without sharding", "use_cpu")
+    # Our trainer has an attention of its own for split sequences, on every device.
+    if cpu and (lint.get("cp") or 1) > 1 and lint.consumer.name != "fsdptool":
+        lint.report("FSD347", "context parallelism does not work on CPU", "cp")
+    if not launched_by_accelerate(lint):
+        return
+    written = lint.at("num_processes")
+    if processes is None:
+        # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
+        unsaid = written is None or written.node.value in (None, -1)  # else it is a finding of its own
+        if unsaid and "num_processes" not in lint.dialect.cannot:
+            lint.report("FSD326", "num_processes is not written", "num_processes")
+    elif isinstance(processes, int):
+        if processes % machines:
+            lint.report_value(
+                "FSD328",
+                f"{processes} processes cannot be divided evenly over {machines} machines",
+                "num_processes",
+            )
+        elif processes == 1:
+            lint.report_value("FSD327", "FSDP over a single process", "num_processes")
+    elif machines > 1:
+        lint.report_value(
+            "FSD205",
+            f"num_processes {processes!r} cannot be divided over {machines} machines",
+            "num_processes",
+        )
+    if machines > 1 and not lint.get("main_process_ip"):
+        lint.report("FSD329", "several machines without main_process_ip", "num_machines")
+    _gpu_ids(lint, processes, machines)
+
+
+def _gpu_ids(lint: LintContext, processes: Any, machines: int) -> None:
+    ids = lint.get("gpu_ids")
+    if not isinstance(ids, str) or ids in ("all", "") or not isinstance(processes, int):
+        return
+    count = len([part for part in ids.split(",") if part.strip()])
+    if count != processes // max(machines, 1):
+        lint.report_value(
+            "FSD331", f"{count} GPU ids for {processes // max(machines, 1)} processes per machine", "gpu_ids"
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.files.tree import effective_entries, to_python
 
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
