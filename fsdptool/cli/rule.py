@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document
+from fsdptool.cli.options import Format, FormatOption, print_document, write_file
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,15 +47,21 @@ def command(
     code: Annotated[
         str | None, typer.Argument(help="A code such as FSD301; without a code, all codes are listed.")
     ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="Write the page of all rules to this file: docs/rules.md.")
+    ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.findings import render_list, render_rule
+    from fsdptool.report.findings import render_list, render_rule, rules_page
     from fsdptool.report.tables import print_lines, terminal_width
     from fsdptool.spelling import nearest
 
     table = all_rules()
+    if write is not None:
+        write_file(write, rules_page(table.values()), force=True)
+        return 0
     if code is None:
         if format is Format.JSON:
             print_document(envelope("rules", {}, _documents(table.values())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
@@ -42,13 +43,6 @@ KEYS = {
     "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
     "activation_checkpointing": "activation_checkpointing",
 }
-FSDP1_KEYS = (
-    "forward_prefetch",
-    "backward_prefetch",
-    "use_orig_params",
-    "sync_module_states",
-    "limit_all_gathers",
-)
 _COMMON_WORDS = frozenset({"version", "offload"})
 XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
 ELSEWHERE = {
@@ -107,7 +101,7 @@ class Trainer(Dialect):
             alone = {key for key in keys if not key.startswith("_")} <= {"fsdp", "fsdp_config"}
             return 0.95 if alone or keys & ARGUMENTS else 0.5
         bare = {key.removeprefix("fsdp_") for key in keys}
-        known = bare & (set(KEYS) | set(FSDP1_KEYS) | set(ELSEWHERE) | {"sharding_strategy"} | set(XLA_KEYS))
+        known = bare & (set(KEYS) | set(FSDP1) | set(ELSEWHERE) | set(XLA_KEYS))
         if not known - _COMMON_WORDS and known != bare:  # files of all kinds have a version
             return 0.0
         if len(known) * 2 >= len(bare - {"xla_fsdp_settings"}):
@@ -132,15 +126,14 @@ class Trainer(Dialect):
         if lint.fsdp_entry is not None and block is None:
             steps.apply(steps.editor.add(steps.root, None, {"fsdp_config": {"version": 2}}), "fsdp_config")
             block = "fsdp_config"
-        for key in (*KEYS, "sharding_strategy", *FSDP1_KEYS):
+        for key in (*KEYS, *FSDP1):
             parent, _ = steps.block(block)
             if parent.kind == "map" and parent.get(f"fsdp_{key}") is not None:
                 steps.drop(block, key)
         steps.drop(
             block,
-            *FSDP1_KEYS,
-            "sharding_strategy",
-            *(f"fsdp_{key}" for key in (*FSDP1_KEYS, "sharding_strategy")),
+            *FSDP1,
+            *(f"fsdp_{key}" for key in FSDP1),
         )
         steps.put(block, "reshard_after_forward", target.reshard, synonyms=("fsdp_reshard_after_forward",))
         steps.put(
@@ -319,9 +312,7 @@ def read_config(lint: LintContext, block: Node | None) -> None:
             default(lint, name, version)
         else:
             read_key(lint, key, name, entry, block, version)
-    for key in FSDP1_KEYS:
-        read_fsdp1_key(lint, key, chosen.get(key), block, version)
-    read_strategy(lint, chosen.get("sharding_strategy"), chosen, block, version)
+    _read_fsdp1(lint, chosen, block, version)
     plugin.synchronise(lint)
 
 
@@ -346,7 +337,7 @@ def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
         chosen = {key: entry for key, entry in old.items() if entry is not None and block is not lint.root}
     if block is None:
         return chosen
-    read_here = {*KEYS, *FSDP1_KEYS, *XLA_KEYS, "sharding_strategy"}
+    read_here = {*KEYS, *FSDP1, *XLA_KEYS}
     top = block is lint.root
     for entry in effective_entries(block):
         key = str(entry.key)
@@ -836,63 +827,41 @@ def read_threshold(lint: LintContext, entry: Entry, block: Node | None, value: A
     lint.report_value("FSD213", f"{entry.key} {value!r} is not a whole number", entry, meant)
 
 
-def read_fsdp1_key(
-    lint: LintContext, key: str, entry: Entry | None, block: Node | None, version: int
-) -> None:
-    """Read a key that only version 1 knows; None is its absence."""
-    if entry is None:
-        if version == 1 and key in LEGACY_DEFAULTS:
-            lint.set(key, LEGACY_DEFAULTS[key])
-        return
-    if version == 2:
-        lint.ignore(entry, "FSDP1 only; not read under version 2")
-        truth = spelling.boolean(entry.node.value)
-        if key == "forward_prefetch" and truth:
-            lint.report_removable(
-                "FSD303",
-                f"{entry.key}: true has no effect: transformers drops it under version 2",
-                entry,
-                block,
-                severity="warning",
-                safe=True,
-                help="remove it",
-            )
-            return
-        lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
-        return
-    if key == "backward_prefetch":
-        text = entry.node.value.upper() if isinstance(entry.node.value, str) else None
-        lint.set(key, plugin.PREFETCHES.get(text or ""), entry=entry)
-        if text not in plugin.PREFETCHES:
-            lint.report_value(
-                "FSD206",
-                f"{entry.key} {entry.node.value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
-                entry,
-            )
-        return
-    plugin.read_boolean(lint, str(entry.key), key, entry)
+def _forward_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    if spelling.boolean(entry.node.value):
+        message = f"{key}: true has no effect: transformers drops it under version 2"
+        lint.report_removable(
+            "FSD303", message, entry, block, severity="warning", safe=True, help="remove it"
+        )
+    else:
+        plugin.no_effect(lint, key, entry, block)
 
 
-def read_strategy(
-    lint: LintContext, entry: Entry | None, chosen: dict[str, Entry], block: Node | None, version: int
-) -> None:
-    """``sharding_strategy`` is never read by TrainingArguments, under either version."""
-    if entry is None or block is None:
-        return
-    lint.ignore(entry, "TrainingArguments do not read it; reshard_after_forward decides")
-    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
-    if version == 1 or strategy == "full_shard" or (strategy is None and not entry.node.value):
-        lint.report_removable("FSD302", f"{entry.key} is not read by TrainingArguments", entry, block)
-        return
+def _prefetch_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = entry.node.value
+    text = value.upper() if isinstance(value, str) else None
+    lint.set("backward_prefetch", plugin.PREFETCHES.get(text or ""), entry=entry)
+    if text not in plugin.PREFETCHES:
+        message = f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
+        lint.report_value("FSD206", message, entry)
+
+
+def _strategy_unread(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    lint.report_removable("FSD302", f"{key} is not read by TrainingArguments", entry, block)
+
+
+def _strategy_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = entry.node.value
+    strategy, own = spelling.choice(value, spelling.STRATEGIES), "reshard_after_forward"
     if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
         edits = None
-        if "reshard_after_forward" not in chosen:
+        if block is not None and not (block.get(own) or block.get(f"fsdp_{own}")):
             renamed = lint.editor.rename(entry, "reshard_after_forward")
             replaced = lint.editor.replace(entry.node, False)
             edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
         lint.report_value(
             "FSD303",
-            f"{entry.key} {entry.node.value!r} is ignored: parameters are freed after forward",
+            f"{key} {value!r} is ignored: parameters are freed after forward",
             entry,
             edits=edits,
             safe=False,
@@ -901,13 +870,33 @@ def read_strategy(
         )
         return
     if strategy == "no_shard":
-        lint.report_value(
-            "FSD332", f"{entry.key} {entry.node.value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry
-        )
+        lint.report_value("FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry)
         return
     if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
-        lint.report_value(
-            "FSD334", f"{entry.key} {entry.node.value!r} is ignored: the run shards over all ranks", entry
-        )
+        lint.report_value("FSD334", f"{key} {value!r} is ignored: the run shards over all ranks", entry)
         return
-    lint.report_removable("FSD302", f"{entry.key} is not read by TrainingArguments", entry, block)
+    _strategy_unread(lint, key, entry, block)
+
+
+FSDP1: Mapping[str, tuple[plugin.LegacyReader, plugin.LegacyReader]] = {
+    "forward_prefetch": (plugin.boolean("forward_prefetch"), _forward_under_2),
+    "backward_prefetch": (_prefetch_under_1, plugin.no_effect),
+    "use_orig_params": (plugin.boolean("use_orig_params"), plugin.no_effect),
+    "sync_module_states": (plugin.boolean("sync_module_states"), plugin.no_effect),
+    "limit_all_gathers": (plugin.boolean("limit_all_gathers"), plugin.no_effect),
+    "sharding_strategy": (_strategy_unread, _strategy_under_2),
+}
+"""Key of FSDP1 to what is made of it under version 1, and what is reported under version 2."""
+
+
+def _read_fsdp1(lint: LintContext, chosen: Mapping[str, Entry], block: Node | None, version: int) -> None:
+    for key, readers in FSDP1.items():
+        entry = chosen.get(key)
+        if entry is not None:
+            if key == "sharding_strategy":
+                lint.ignore(entry, "TrainingArguments do not read it; reshard_after_forward decides")
+            elif version == 2:
+                lint.ignore(entry, "FSDP1 only; not read under version 2")
+            readers[version - 1](lint, str(entry.key), entry, block)
+        elif version == 1 and key in LEGACY_DEFAULTS and key != "sharding_strategy":
+            lint.set(key, LEGACY_DEFAULTS[key])

@@ -11,68 +11,85 @@ from fsdptool import spelling
 from fsdptool.config.canonical import settings_from
 from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.config.programs import is_before
+from fsdptool.config.rules.examples import FSDP2, added, classes, sizes
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.hazards import expert_modules, optional_towers
 from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Gpu
-from fsdptool.records.diagnostic import Edit, Rule
+from fsdptool.records.diagnostic import Edit, Example, Rule
 from fsdptool.records.recipe import Layout
 from fsdptool.records.sharding import FsdpSettings
 
 MODEL = (
     Rule("FSD401", "wrap class absent from the model", "error",
          "accelerate 1.15 stops in prepare: `Could not find the transformer layer class X in the model.`",
-         "Use the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
+         "Use the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe",
+         example=classes("LlamaDecoderLayr")),
     Rule("FSD402", "wrap class is the whole model", "warning",
          "Wrapping the model's own class puts everything in one unit: the whole model is gathered at once, "
          "which sharding is meant to avoid.",
-         "Wrap the repeated blocks (--unsafe-fixes writes them).", "unsafe"),
+         "Wrap the repeated blocks (--unsafe-fixes writes them).", "unsafe",
+         example=classes("LlamaForCausalLM")),
     Rule("FSD403", "wrap class contains the input embedding", "error",
          "accelerate 1.15 groups the input embedding separately; when a wrapped class contains it, "
          "fully_shard fails: `TypeError: Invariant encountered: value was None when it should not be`. "
          "FSDP1 trains such a unit unless a module outside of it uses the same weight; otherwise this is a "
          "note there.",
-         "Wrap the repeated blocks only (--unsafe-fixes writes them).", "unsafe"),
+         "Wrap the repeated blocks only (--unsafe-fixes writes them).", "unsafe",
+         example=classes("LlamaModel")),
     Rule("FSD404", "RAM-efficient loading with persistent buffers", "error",
          "accelerate 1.15 broadcasts the state dict as DTensors; a persistent buffer is a plain tensor: "
          "`AttributeError: 'Tensor' object has no attribute 'device_mesh'` (accelerate issue 3898). FSDP1 "
          "loads them; there this is a note.",
          "Set fsdp_cpu_ram_efficient_loading to false (--unsafe-fixes: every rank then loads "
-         "the weights).", "unsafe"),
+         "the weights).", "unsafe",
+         example=added("true\n", "false\n", to=FSDP2 + "  fsdp_cpu_ram_efficient_loading: ",
+                       options="--model bart:base")),
     Rule("FSD405", "parameter shared by more than two modules", "error",
          "accelerate 1.15 handles a tie of two (input and output embedding); a third name fails: `Parameter "
          "'shared.weight' is shared with a parameter already managed by another FSDP group`. Under FSDP1 "
          "this is a note unless a wrapped class holds one of the names.",
-         "Train it with fsdptool's own trainer, which keeps tied parameters in one unit."),
+         "Train it with fsdptool's own trainer, which keeps tied parameters in one unit.",
+         example=Example(FSDP2, "# fsdptool: consumer=fsdptool\n" + FSDP2, "--model flan-t5:small")),
     Rule("FSD406", "model without wrap classes", "error",
          "The file does not name a class, and the model's `_no_split_modules` are empty: accelerate 1.15 "
          "does not wrap any module and does not warn; the whole model is one unit.",
-         "Name the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe"),
+         "Name the classes that `fsdptool detect` chooses (--unsafe-fixes writes them).", "unsafe",
+         example=Example(FSDP2 + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
+                         classes("", "TransformerBlock").passes, "--model distilbert:base-uncased")),
     Rule("FSD407", "model does not support context parallelism", "error",
          "accelerate 1.15 and torch's context parallelism handle full causal attention through SDPA only; "
          "it refuses sliding, chunked and linear attention layers: `Context parallelism does not support "
          "attention layers of type [...]`.",
          "Set cp_size to 1, or train a model with full attention; `fsdptool train` also supports windows "
-         "and chunks (consumer fsdptool)."),
+         "and chunks (consumer fsdptool).",
+         example=added(sizes(dp_shard=4, cp=2), sizes(dp_shard=8), options="--model gemma3:1b")),
     Rule("FSD408", "wrap classes leave most parameters in the root", "warning",
          "Parameters outside the wrap classes stay in the root unit, which is gathered before the first "
          "layer and kept until backward ends.",
-         "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe"),
+         "Wrap the classes that hold the parameters (--unsafe-fixes writes detect's choice).", "unsafe",
+         example=classes("LlamaMLP")),
     Rule("FSD409", "size-based wrapping of a container", "error",
          "When a ModuleList exceeds the threshold, fully_shard refuses it: `fully_shard does not support "
          "containers that do not implement forward: ModuleList`. torch's FSDP1 policy passes containers by; "
          "there this is a note.",
-         "Wrap by class instead (--unsafe-fixes writes detect's choice).", "unsafe"),
+         "Wrap by class instead (--unsafe-fixes writes detect's choice).", "unsafe",
+         example=added("1000\n", "100000000000\n",
+                       to=FSDP2 + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: ",
+                       options="--model llama3:tiny")),
     Rule("FSD410", "`_no_split_modules` names a class the model lacks", "error",
          "The file does not name a class, so accelerate 1.15 takes the model's `_no_split_modules`; some "
          "of their names are absent from this model and preparation stops.",
-         "Name the classes explicitly (--unsafe-fixes writes detect's choice).", "unsafe"),
+         "Name the classes explicitly (--unsafe-fixes writes detect's choice).", "unsafe",
+         example=Example(FSDP2 + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", classes("").passes,
+                         "--model llava:1.5-7b")),
     Rule("FSD411", "ignored modules hold trainable parameters", "warning",
          "Ignored parameters stay plain tensors that accelerate 1.15 does not synchronise: after three "
          "steps the ranks hold different weights. RAM-efficient loading silently shards them anyway.",
-         "Freeze them, or leave them sharded."),
+         "Freeze them, or leave them sharded.",
+         example=added("  fsdp_ignored_modules: lm_head\n", options="--model llama3:tiny")),
     Rule("FSD412", "tied embeddings with accelerate 1.14", "error",
          "accelerate 1.14 puts the input embedding into a unit with the last norm and leaves the tied output "
          "embedding in the root unit. torch 2.12 and 2.13 stop at the first forward: `Parameter "
@@ -80,7 +97,9 @@ MODEL = (
          "accelerate 1.15 keeps both in one unit, and 1.13 and older both in the root.",
          "Use accelerate 1.15 or newer, or a torch below 2.12 if the shard ranks divide the vocabulary "
          "(else the last rows are not trained). With `--target accelerate==1.14,torch==2.11` the file is "
-         "judged for both."),
+         "judged for both.",
+         example=Example(FSDP2, FSDP2, "--model llama3.2:1b --target accelerate==1.14",
+                         "--model llama3.2:1b")),
     Rule("FSD413", "experts that are modules", "warning",
          "Where the model calls only the experts that a token chose, the others have no gradient. FSDP2 "
          "reduces only gradients that exist, by their position: those of different experts are averaged, "
@@ -89,30 +108,40 @@ MODEL = (
     Rule("FSD414", "tower that some batches skip", "warning",
          "Ranks whose batch is text alone skip an encoder of pictures or sound, and call other collectives "
          "than the ranks that run it: the job hangs or stops (DET219).",
-         "Train with `fsdptool train`, or give every rank a picture or sound in each batch."),
+         "Train with `fsdptool train`, or give every rank a picture or sound in each batch.",
+         example=Example(FSDP2, "# fsdptool: consumer=fsdptool\n" + FSDP2, "--model llava:1.5-7b")),
 )  # fmt: skip
 
 
 HARDWARE = (
     Rule("FSD501", "GPU does not support bf16 natively", "warning",
          "The GPU's tensor cores do not compute in bfloat16; torch emulates it slowly.",
-         "Use fp16 on this GPU, or another GPU (--unsafe-fixes writes fp16).", "unsafe"),
+         "Use fp16 on this GPU, or another GPU (--unsafe-fixes writes fp16).", "unsafe",
+         example=added("mixed_precision: bf16\n", "mixed_precision: fp16\n", options="--gpu V100-SXM2-16GB")),
     Rule("FSD502", "not enough host memory for offload", "error",
          "CPU offload keeps parameters, gradients and optimizer states of all ranks of a node in host "
          "memory.",
-         "Use more nodes, a smaller optimizer, or no offload."),
+         "Use more nodes, a smaller optimizer, or no offload.",
+         example=added("true\n", "false\n", to=FSDP2 + "  fsdp_offload_params: ",
+                       options="--model llama3:70b --host-memory 64GiB")),
     Rule("FSD503", "does not fit in GPU memory", "error",
          "The predicted peak exceeds the memory of the GPU (`fsdptool plan` shows its composition).",
-         "Follow the suggestions that `fsdptool plan` prints."),
+         "Follow the suggestions that `fsdptool plan` prints.",
+         example=Example(FSDP2, FSDP2, "--model llama3:8b --gpu V100-SXM2-16GB --gpus 2",
+                         "--model llama3:tiny --gpu V100-SXM2-16GB --gpus 2")),
     Rule("FSD504", "number of processes differs from number of GPUs", "error",
          "The number of processes in the file differs from the number of GPUs that was given.",
-         "Set num_processes to the total number of GPUs."),
+         "Set num_processes to the total number of GPUs.",
+         example=Example(FSDP2, FSDP2, "--gpus 4", "--gpus 8")),
     Rule("FSD505", "GPU does not support fp8", "error",
          "fp8 needs tensor cores of compute capability 8.9 or newer.",
-         "Use bf16 on this GPU."),
+         "Use bf16 on this GPU.",
+         example=added("mixed_precision: fp8\n", "mixed_precision: fp16\n", options="--gpu V100-SXM2-16GB")),
     Rule("FSD506", "hardware not checked", "warning",
          "The rules on memory could not be checked.",
-         "See the message; `fsdptool plan` gives details."),
+         "See the message; `fsdptool plan` gives details.",
+         example=Example(FSDP2.replace("num_processes: 8\n", ""), FSDP2,
+                         "--model llama3:tiny --gpu V100-SXM2-16GB")),
 )  # fmt: skip
 
 

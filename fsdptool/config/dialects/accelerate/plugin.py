@@ -141,7 +141,9 @@ def read_plugin(
         if name not in chosen:
             default(lint, name, version)
         elif name in LEGACY_DEFAULTS:
-            read_legacy(lint, name, chosen, parent, version)
+            if version == 2:
+                lint.ignore(chosen[name], "FSDP1 only; not read under version 2")
+            FSDP1[name][version - 1](lint, lint.name(name), chosen[name], parent)
         else:
             read_block_key(lint, name, chosen, parent, version)
     synchronise(lint)
@@ -337,6 +339,9 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
     lint.set("min_num_params", number, entry=entry)
 
 
+LegacyReader = Callable[[LintContext, str, Entry, Node | None], None]
+"""Reads a key of FSDP1: the key as messages call it, its entry, and the mapping that holds it."""
+
 PREFETCHES = {
     "BACKWARD_PRE": "BACKWARD_PRE",
     "BACKWARD_POST": "BACKWARD_POST",
@@ -347,61 +352,102 @@ PREFETCHES = {
 """torch's names (in upper case) and numbers, which the plugin accepts as text."""
 
 
-def read_legacy(
-    lint: LintContext, name: str, chosen: Mapping[str, Entry], block: Node | None, version: int
-) -> None:
-    """Read a setting of FSDP1: a setting under version 1, a finding under version 2."""
-    key, entry = lint.name(name), chosen[name]
+def no_effect(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    """Report a key of FSDP1 that changes nothing under version 2."""
+    lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
+
+
+def boolean(name: str) -> LegacyReader:
+    """Return what reads a boolean setting of FSDP1."""
+    return lambda lint, key, entry, block: read_boolean(lint, key, name, entry)
+
+
+def _strategy_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
     value = to_python(entry.node)
-    if version == 1:
-        _legacy_under_1(lint, key, name, value, entry)
-        return
-    lint.ignore(entry, "FSDP1 only; not read under version 2")
-    remove = lint.editor.remove(block, entry)
-    if name == "sharding_strategy":
-        _strategy_under_2(lint, key, value, entry, block, remove)
-    elif name == "sync_module_states" and _launcher_refuses(lint, value):
-        lint.report_removable(
-            "FSD321", f"{key}: {shown(value)} makes accelerate launch refuse the file", entry, block, key=key
-        )
-    elif name == "forward_prefetch" and word_of_truth(value):
-        lint.report(
-            "FSD303",
-            f"{key}: true has no effect: accelerate's FSDP2 does not support explicit forward prefetch",
+    strategy = STRATEGIES.get(str(value).upper())
+    lint.set("sharding_strategy", strategy or "full_shard", entry=entry)
+    if strategy is None:
+        meant = spelling.choice(value, spelling.STRATEGIES)
+        lint.report_value(
+            "FSD206",
+            f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}",
             entry,
-            severity="warning",
-            edits=remove,
-            safe=True,
-            fix=f"remove {key}",
-            help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
+            meant.upper() if meant else None,
+            safe=False,
+            changes={"sharding_strategy": meant},
         )
-    elif name == "backward_prefetch" and value is not None and str(value).upper() not in PREFETCHES:
-        message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
-        lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
+    elif str(value).isdigit():
+        lint.report_value(
+            "FSD323", f"{key} {value} is {strategy.upper()}", entry, strategy.upper(), safe=True
+        )
+
+
+def _prefetch_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    text = "NO_PREFETCH" if value is None else str(value).upper()
+    lint.set("backward_prefetch", PREFETCHES.get(text), entry=entry)
+    if text not in PREFETCHES:
+        off = spelling.normal(value) in ("none", "no", "off", "null", "false")
+        lint.report_value(
+            "FSD206",
+            f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+            entry,
+            edits=lint.editor.replace(entry.node, "NO_PREFETCH") if off else None,
+            fix="write NO_PREFETCH",
+        )
+
+
+def _prefetch_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    if value is None or str(value).upper() in PREFETCHES:
+        no_effect(lint, key, entry, block)
+        return
+    message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
+    lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
+
+
+def _forward_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    if not word_of_truth(to_python(entry.node)):
+        no_effect(lint, key, entry, block)
+        return
+    lint.report_removable(
+        "FSD303",
+        f"{key}: true has no effect: accelerate's FSDP2 does not support explicit forward prefetch",
+        entry,
+        block,
+        key=key,
+        severity="warning",
+        safe=True,
+        help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
+    )
+
+
+def _synchronisation_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    read_boolean(lint, key, "sync_module_states", entry)
+    value = to_python(entry.node)
+    if _launcher_refuses(lint, value):
+        lint.report_value(
+            "FSD321",
+            f"{key}: {shown(value)} makes accelerate launch refuse it while RAM-efficient loading is on",
+            entry,
+            True,
+            help=f"set it to true, or {lint.name('cpu_ram_efficient_loading')} to false",
+            safe=False,
+            changes={"sync_module_states": True},
+        )
+
+
+def _synchronisation_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    if _launcher_refuses(lint, value):
+        message = f"{key}: {shown(value)} makes accelerate launch refuse the file"
+        lint.report_removable("FSD321", message, entry, block, key=key)
     else:
-        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
+        no_effect(lint, key, entry, block)
 
 
-def shown(value: Any) -> str:
-    """Return a value as a file or a command line writes it."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _launcher_refuses(lint: LintContext, value: Any) -> bool:
-    """Whether the launcher refuses an untrue ``sync_module_states``.
-
-    It tests the truth of both values before the plugin parses them, so that any text but an empty one
-    passes. Where variables are exported no launcher looks.
-    """
-    if value or lint.document.language == "env":
-        return False
-    entry = lint.at("cpu_ram_efficient_loading")
-    return entry is None or bool(to_python(entry.node))
-
-
-def _strategy_under_2(
-    lint: LintContext, key: str, value: Any, entry: Entry, block: Node | None, remove: Any
-) -> None:
+def _strategy_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value, remove = to_python(entry.node), lint.editor.remove(block, entry)
     strategy = spelling.choice(value, spelling.STRATEGIES)
     own = lint.at("reshard_after_forward")
     runs = word_of_truth(own.node.value) if own is not None else True
@@ -428,7 +474,34 @@ def _strategy_under_2(
             changes={"reshard_after_forward": False},
         )
     else:
-        lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
+        no_effect(lint, key, entry, block)
+
+
+def _launcher_refuses(lint: LintContext, value: Any) -> bool:
+    """Whether the launcher refuses an untrue ``sync_module_states``.
+
+    It tests the truth of both values before the plugin parses them, so that any text but an empty one
+    passes. Where variables are exported no launcher looks.
+    """
+    if value or lint.document.language == "env":
+        return False
+    entry = lint.at("cpu_ram_efficient_loading")
+    return entry is None or bool(to_python(entry.node))
+
+
+FSDP1: Mapping[str, tuple[LegacyReader, LegacyReader]] = {
+    "sharding_strategy": (_strategy_under_1, _strategy_under_2),
+    "backward_prefetch": (_prefetch_under_1, _prefetch_under_2),
+    "forward_prefetch": (boolean("forward_prefetch"), _forward_under_2),
+    "use_orig_params": (boolean("use_orig_params"), no_effect),
+    "sync_module_states": (_synchronisation_under_1, _synchronisation_under_2),
+}
+"""Setting of FSDP1 to what the plugin makes of it under version 1, and what is reported under version 2."""
+
+
+def shown(value: Any) -> str:
+    """Return a value as a file or a command line writes it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _hybrid_under_2(
@@ -486,54 +559,6 @@ def _hybrid_under_2(
         fix="write the mesh in parallelism_config",
         changes=changes,
     )
-
-
-def _legacy_under_1(lint: LintContext, key: str, name: str, value: Any, entry: Entry) -> None:
-    if name == "sharding_strategy":
-        strategy = STRATEGIES.get(str(value).upper())
-        if strategy is None:
-            meant = spelling.choice(value, spelling.STRATEGIES)
-            lint.set(name, "full_shard", entry=entry)
-            lint.report_value(
-                "FSD206",
-                f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}",
-                entry,
-                meant.upper() if meant else None,
-                safe=False,
-                changes={name: meant},
-            )
-            return
-        lint.set(name, strategy, entry=entry)
-        if str(value).isdigit():
-            lint.report_value(
-                "FSD323", f"{key} {value} is {strategy.upper()}", entry, strategy.upper(), safe=True
-            )
-        return
-    if name == "backward_prefetch":
-        text = "NO_PREFETCH" if value is None else str(value).upper()
-        lint.set(name, PREFETCHES.get(text), entry=entry)
-        if text not in PREFETCHES:
-            lint.report_value(
-                "FSD206",
-                f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
-                entry,
-                edits=lint.editor.replace(entry.node, "NO_PREFETCH")
-                if spelling.normal(value) in ("none", "no", "off", "null", "false")
-                else None,
-                fix="write NO_PREFETCH",
-            )
-        return
-    read_boolean(lint, key, name, entry)
-    if name == "sync_module_states" and _launcher_refuses(lint, value):
-        lint.report_value(
-            "FSD321",
-            f"{key}: {shown(value)} makes accelerate launch refuse it while RAM-efficient loading is on",
-            entry,
-            True,
-            help=f"set it to true, or {lint.name('cpu_ram_efficient_loading')} to false",
-            safe=False,
-            changes={"sync_module_states": True},
-        )
 
 
 def synchronise(lint: LintContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
@@ -44,10 +45,6 @@ KEYS = {
 OTHER = frozenset(
     {"cpu_offload_pin_memory", "final_state_dict_type", "mixed_precision_policy", "version", "fsdp_version"}
 )
-FSDP1_KEYS = (
-    "sharding_strategy", "backward_prefetch", "backward_prefetch_policy", "forward_prefetch",
-    "use_orig_params", "sync_module_states", "limit_all_gathers",
-)  # fmt: skip
 CHOICES = {
     "wrap_policy": {"TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size"},
     "state_dict_type": {
@@ -140,14 +137,14 @@ class Axolotl(Dialect):
                 else steps.editor.add(steps.root, None, {block: values_})
             )
             steps.apply(edits, block)
-        for key in (*KEYS, *FSDP1_KEYS):
+        for key in (*KEYS, *FSDP1):
             parent, _ = steps.block(block)
             if parent.get(key) is not None:
                 steps.drop(block, f"fsdp_{key}")
             steps.rename(block, f"fsdp_{key}", key)
         steps.put(block, "reshard_after_forward", target.reshard, synonyms=("sharding_strategy",))
         steps.put(block, "state_dict_type", WRITTEN["state_dict_type"][target.state_dict])
-        steps.drop(block, *FSDP1_KEYS, "fsdp_version", "version")
+        steps.drop(block, *FSDP1, "fsdp_version", "version")
         steps.drop(None, "fsdp")
         for name, size in target.mesh.items():
             steps.put(None, f"{name}_size", size)
@@ -192,8 +189,7 @@ def read(lint: LintContext) -> None:
     version = _version(lint, block)
     chosen = _chosen(lint, block)
     _keys(lint, block, chosen, version)
-    for key in FSDP1_KEYS:
-        read_fsdp1(lint, key, chosen.get(key), block, version)
+    _read_fsdp1(lint, chosen, block, version)
     if legacy is not None and has_legacy:
         read_list(lint, legacy, block, chosen, version)
     if version == 1 and lint.get("sharding_strategy") is None:
@@ -292,13 +288,13 @@ def _chosen(lint: LintContext, block: Node | None) -> dict[str, Entry]:
         bare = key.removeprefix("fsdp_")
         if key in OTHER:
             continue
-        if bare in KEYS or bare in OTHER or bare in FSDP1_KEYS:
+        if bare in KEYS or bare in OTHER or bare in FSDP1:
             if bare in chosen and block is not None:
                 lint.report_removable(
                     "FSD215", f"{chosen[bare].key} and {key} are the same setting", chosen[bare], block
                 )
             chosen[bare] = entry
-            if key != bare and bare not in FSDP1_KEYS:
+            if key != bare and bare not in FSDP1:
                 lint.report(
                     "FSD204",
                     f"{key} has the old prefix; axolotl strips it",
@@ -486,63 +482,6 @@ def _refuse_word(lint: LintContext, entry: Entry, word: str) -> None:
     )
 
 
-def read_fsdp1(lint: LintContext, key: str, entry: Entry | None, block: Node | None, version: int) -> None:
-    """Read a key of FSDP1; None is its absence."""
-    if version == 1:
-        _under_1(lint, key, entry, block)
-    elif entry is not None:
-        _under_2(lint, key, entry, block)
-
-
-def _under_1(lint: LintContext, key: str, entry: Entry | None, block: Node | None) -> None:
-    if key in ("use_orig_params", "sync_module_states"):
-        if entry is None or to_python(entry.node) is None:
-            lint.set(key, True)
-        else:
-            plugin.read_boolean(lint, key, key, entry)
-        if key == "sync_module_states" and lint.get("cpu_ram_efficient_loading"):
-            lint.set(key, True)  # the plugin sets it, with a warning
-        return
-    if key in ("forward_prefetch", "backward_prefetch"):
-        lint.set(key, False if key == "forward_prefetch" else None)
-    if entry is None:
-        return
-    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES) if key == "sharding_strategy" else None
-    if strategy not in (None, "full_shard"):
-        strategy_under_1(lint, strategy, entry)
-        return
-    lint.ignore(entry, "axolotl's schema has no such field and drops it")
-    lint.report_removable(
-        "FSD202", f"{entry.key} is not read: axolotl drops it", entry, block, help="remove it", safe=True
-    )
-
-
-def _under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
-    remove = lint.editor.remove(block, entry)
-    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES) if key == "sharding_strategy" else None
-    lint.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
-    judged = key in ("use_orig_params", "sync_module_states") and to_python(entry.node) is not None
-    if judged and plugin.word_of_truth(to_python(entry.node)) is None:
-        lint.report_value(
-            "FSD206",
-            f"{entry.key} must be true or false, not {entry.node.value!r}; axolotl refuses the file",
-            entry,
-            help="remove it: it has no effect under version 2",
-            edits=remove,
-            fix=f"remove {entry.key}",
-        )
-        return
-    shown = f"{entry.key} {entry.node.value!r}"
-    if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
-        lint.report_value("FSD303", f"{shown} is dropped: parameters are freed after forward", entry)
-    elif strategy in ("hybrid_shard", "hybrid_shard_zero2") and lint.get("dp_replicate") == 1:
-        lint.report_value("FSD334", f"{shown} is dropped: write dp_replicate_size and dp_shard_size", entry)
-    elif strategy == "no_shard":
-        lint.report_value("FSD332", f"{shown} has no FSDP2 equivalent", entry)
-    else:
-        lint.report_removable("FSD302", f"{entry.key} has no effect under version 2", entry, block)
-
-
 def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], version: int) -> None:
     """Report what axolotl's validation refuses about FSDP together with other settings."""
     if block is None:
@@ -600,3 +539,90 @@ def _optimizer(lint: LintContext, version: int) -> None:
             severity="error",
             help="write fsdp_version: 2",
         )
+
+
+def _dropped(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    lint.ignore(entry, "axolotl's schema has no such field and drops it")
+    lint.report_removable(
+        "FSD202", f"{key} is not read: axolotl drops it", entry, block, help="remove it", safe=True
+    )
+
+
+def _strategy_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
+    if strategy in (None, "full_shard"):
+        _dropped(lint, key, entry, block)
+    else:
+        strategy_under_1(lint, strategy, entry)
+
+
+def _strategy_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    strategy = spelling.choice(entry.node.value, spelling.STRATEGIES)
+    shown = f"{key} {entry.node.value!r}"
+    if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
+        lint.report_value("FSD303", f"{shown} is dropped: parameters are freed after forward", entry)
+    elif strategy in ("hybrid_shard", "hybrid_shard_zero2") and lint.get("dp_replicate") == 1:
+        lint.report_value("FSD334", f"{shown} is dropped: write dp_replicate_size and dp_shard_size", entry)
+    elif strategy == "no_shard":
+        lint.report_value("FSD332", f"{shown} has no FSDP2 equivalent", entry)
+    else:
+        plugin.no_effect(lint, key, entry, block)
+
+
+def _truth_under_1(name: str) -> plugin.LegacyReader:
+    def read(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+        if to_python(entry.node) is not None:
+            plugin.read_boolean(lint, name, name, entry)
+
+    return read
+
+
+def _truth_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    if value is None or plugin.word_of_truth(value) is not None:
+        plugin.no_effect(lint, key, entry, block)
+        return
+    lint.report_value(
+        "FSD206",
+        f"{key} must be true or false, not {entry.node.value!r}; axolotl refuses the file",
+        entry,
+        help="remove it: it has no effect under version 2",
+        edits=lint.editor.remove(block, entry),
+        fix=f"remove {key}",
+    )
+
+
+FSDP1: Mapping[str, tuple[plugin.LegacyReader, plugin.LegacyReader]] = {
+    "sharding_strategy": (_strategy_under_1, _strategy_under_2),
+    "backward_prefetch": (_dropped, plugin.no_effect),
+    "backward_prefetch_policy": (_dropped, plugin.no_effect),
+    "forward_prefetch": (_dropped, plugin.no_effect),
+    "use_orig_params": (_truth_under_1("use_orig_params"), _truth_under_2),
+    "sync_module_states": (_truth_under_1("sync_module_states"), _truth_under_2),
+    "limit_all_gathers": (_dropped, plugin.no_effect),
+}
+"""Key of FSDP1 to what is made of it under version 1, and what is reported under version 2."""
+
+_UNDER_1 = {
+    "backward_prefetch": None,
+    "forward_prefetch": False,
+    "use_orig_params": True,
+    "sync_module_states": True,
+}
+"""What runs under version 1 where axolotl passes nothing on."""
+
+
+def _read_fsdp1(lint: LintContext, chosen: Mapping[str, Entry], block: Node | None, version: int) -> None:
+    for key, readers in FSDP1.items():
+        entry = chosen.get(key)
+        if version == 1 and key in _UNDER_1:
+            lint.set(key, _UNDER_1[key])
+        if entry is not None and version == 2:
+            lint.ignore(entry, "FSDP1 only; axolotl drops it under version 2")
+        unwritten = (
+            version == 1 and _UNDER_1.get(key) is True and entry is not None and to_python(entry.node) is None
+        )
+        if entry is not None and not unwritten:
+            readers[version - 1](lint, str(entry.key), entry, block)
+    if version == 1 and lint.get("cpu_ram_efficient_loading"):
+        lint.set("sync_module_states", True)  # the plugin sets it, with a warning
