@@ -6,12 +6,15 @@ Modules named here must import in a few milliseconds: heavy libraries load insid
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -68,8 +71,8 @@ def build_app(only: str | None = None) -> typer.Typer:
     """Return the Typer application.
 
     Args:
-        only: The one command to register (looking at the signatures of all costs 0.1 s); every
-            command when it is None or no command's name.
+        only: The one command or group to register; another name registers every command, and None their
+            names with their documentation, to be listed.
     """
     app = typer.Typer(
         name="fsdptool",
@@ -93,13 +96,33 @@ def build_app(only: str | None = None) -> typer.Typer:
         if context.invoked_subcommand is None:
             sys.stdout.write(_overview_text())
 
-    chosen = {only: _MODULES[only]} if only in _MODULES else _MODULES
-    for name, module in chosen.items():
+    if only in _GROUPS:
+        app.add_typer(import_module(f"fsdptool.cli.{_GROUPS[only]}").group, name=only)
+        return app
+    for name, module in ({only: _MODULES[only]} if only in _MODULES else _MODULES).items():
         file, _, function = module.partition(":")
-        app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
-    for name, module in _GROUPS.items() if chosen is _MODULES else ():
+        if only is None:
+            app.command(name)(_listed(file, function or "command"))
+        else:
+            app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
+    for name, module in _GROUPS.items() if only not in _MODULES else ():
         app.add_typer(import_module(f"fsdptool.cli.{module}").group, name=name)
     return app
+
+
+def _listed(file: str, function: str) -> Callable[[], None]:
+    """Return what stands for a command in a list: its documentation, read without importing its module.
+
+    Importing all of them loads every record of a plan, which costs as much as the libraries.
+    """
+
+    def listed() -> None:
+        """Do nothing."""
+
+    tree = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    listed.__doc__ = ast.get_docstring(found)
+    return listed
 
 
 def _overview_text() -> str:
@@ -149,7 +172,7 @@ def _open_closed_streams() -> None:
 def _command(arguments: list[str]) -> Any:
     """Return what runs a command line, or completes one for the shell."""
     if VARIABLE not in os.environ:
-        return build_app(arguments[0] if arguments else None)
+        return build_app(next((item for item in arguments if not item.startswith("-")), None))
     group = typer.main.get_command(build_app(completed_command()))
     attach_values(group)
     return group

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
-from fsdptool.config.command_lines import Line, export, read_lines
 from fsdptool.config.dialects import (
     detect_dialect,
     known_programs,
@@ -32,7 +31,7 @@ from fsdptool.files.tree import Document, ParseError, duplicates, walk
 from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveSetting
 
 if TYPE_CHECKING:
-    from fsdptool.config.command_lines import NamedFiles
+    from fsdptool.config.command_lines import Line, NamedFiles
     from fsdptool.config.rules.model import Hardware
     from fsdptool.records.anatomy import Anatomy
 
@@ -145,8 +144,10 @@ def _read(
             return failed(code, message, index=root.start)
     judged = partial(_judge, source, form, read_comments(source), conditions, judge=judge, trial=trial)
     if document.language != "flags":
-        return judged(Line(document))
-    first, *others = (judged(line, command=True) for line in read_lines(source, conditions.files))
+        return judged(document)
+    from fsdptool.config.command_lines import read_lines
+
+    first, *others = (judged(line.document, line) for line in read_lines(source, conditions.files))
     return _together(first, others)
 
 
@@ -155,15 +156,15 @@ def _judge(
     form: Dialect,
     comments: Comments,
     conditions: Conditions,
-    line: Line,
+    document: Document,
+    line: Line | None = None,
     *,
     judge: Consumer | None,
     trial: bool,
-    command: bool = False,
 ) -> Reading:
-    """Return the reading of a file, or of one ``command`` of it, as the program that it is for reads it."""
-    reader = load_registry().get(line.dialect) if line.dialect is not None else form
-    root = line.document.root
+    """Return the reading of a file, or of one command ``line`` of it, as its program reads it."""
+    reader = load_registry().get(line.dialect) if line is not None and line.dialect is not None else form
+    root = document.root
     assert root is not None
     failed = partial(_failed, conditions=conditions, path=source.path, source=source, dialect=form.name)
     noted = comments.consumer
@@ -175,7 +176,7 @@ def _judge(
             index=comments.consumer_at,
             help=f"choose one of: {', '.join(known_programs())}",
         )
-    natural = line.consumer or reader.consumer_of(root)
+    natural = (line.consumer if line is not None else None) or reader.consumer_of(root)
     consumer = judge or _consumer(conditions, reader, natural, noted)
     if consumer.name not in reader.consumers:
         return failed(
@@ -185,23 +186,26 @@ def _judge(
             index=comments.consumer_at if conditions.consumer is None else None,
             help=_advice(reader, natural, consumer.name),
         )
-    lint = LintContext(source, line.document, consumer, reader, RULES, conditions.environment, trial=trial)
-    if command:
-        _read_line(lint, line)
-    else:
+    lint = LintContext(source, document, consumer, reader, RULES, conditions.environment, trial=trial)
+    if line is None:
         _check_text(lint)
         reader.read(lint)
-    if not line.refused:
+    else:
+        _read_line(lint, line)
+    if line is None or not line.refused:
         check_meaning(lint, model=conditions.model, hardware=conditions.hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
-    return replace(_finish(lint, comments, form, conditions), named=line.files)
+    reading = _finish(lint, comments, form, conditions)
+    return reading if line is None else replace(reading, named=line.files)
 
 
 def _read_line(lint: LintContext, line: Line) -> None:
     """Read one command: what a launcher sets first, then what its script makes of that."""
+    from fsdptool.config.command_lines import export
+
     lint.environment = {**lint.environment, **line.environment}
     for code, text, at, advice in line.findings:
         lint.report(code, text, at, help=advice)
@@ -565,6 +569,7 @@ def withhold_refused(reading: Reading) -> Reading:
 
 
 def key_of(item: Diagnostic) -> tuple[str, str]:
+    """Return what a finding is known by after other edits: its code and message."""
     return item.code, item.message
 
 

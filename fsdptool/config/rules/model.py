@@ -14,8 +14,6 @@ from fsdptool.config.programs import is_before
 from fsdptool.config.rules.examples import FSDP2, added, classes, sizes
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
-from fsdptool.inspection.hazards import expert_modules, optional_towers
-from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Gpu
 from fsdptool.records.diagnostic import Edit, Example, Rule
@@ -346,6 +344,8 @@ def _tied_embeddings(lint: LintContext, anatomy: Anatomy) -> None:
 def _context(lint: LintContext, anatomy: Anatomy) -> None:
     if (lint.get("cp") or 1) <= 1:
         return
+    from fsdptool.modeling.context_parallel import MASKED_KINDS, attention_kinds
+
     kinds = attention_kinds(anatomy.spec.config)
     if lint.consumer.name == "fsdptool":
         kinds = [kind for kind in kinds if kind not in MASKED_KINDS]
@@ -380,6 +380,8 @@ def _uneven(lint: LintContext, anatomy: Anatomy) -> None:
     """What only some ranks use in a step; fsdptool's trainer keeps its ranks in step."""
     if lint.consumer.name == "fsdptool":
         return
+    from fsdptool.inspection.hazards import expert_modules, optional_towers
+
     if experts := expert_modules(anatomy):
         lint.report_value(
             "FSD413", f"{len(experts)} lists of experts that are modules ({experts[0]}, ...)", "wrap_policy"
