@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node, ParseError
 from fsdptool.records.diagnostic import Edit
@@ -43,6 +41,8 @@ def scalar_text(value: Any, language: str = "yaml", style: str = "") -> str:
         return repr(value)
     if isinstance(value, list):
         return "[" + ", ".join(scalar_text(item, language) for item in value) + "]"
+    import yaml
+
     text = str(value)
     if style in ("'", '"') and text.isprintable() and not set(text) & {"'", '"', "\\"}:
         return f"{style}{text}{style}"

@@ -1,4 +1,4 @@
-"""A project's own settings for ``validate``: which rules count in which files (``[tool.fsdptool]``)."""
+"""A project's settings for ``validate``: rules that count (``[tool.fsdptool]``), findings it names or accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: one YAML format for a training run, read into :class:`fsdptool.records.recipe.Recipe`.
+"""Recipes: one YAML format for a training run, read into :class:`fsdptool.records.recipe.Recipe` and written.
 
 The format is the record: keys, types and choices come from the dataclasses' annotations, so that
 nothing can be in one and not in the other.

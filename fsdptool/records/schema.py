@@ -46,7 +46,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "emit-config": DocumentFormat("config_documents.EmittedConfig", "Emitted configuration"),
     "explain": DocumentFormat("config_documents.Explanation", "Explanation"),
     "export": DocumentFormat("command_documents.ExportReport", "Export"),
-    "families": DocumentFormat("command_documents.FamilyList", "Families"),
+    "families": DocumentFormat("family_documents.FamilyList", "Families"),
     "gpus": DocumentFormat("cluster.GpuFile", "GPU catalogue", "input", envelope=False),
     "init": DocumentFormat("command_documents.StarterReport", "Starter files"),
     "launch": DocumentFormat("command_documents.LaunchLines", "Launch"),

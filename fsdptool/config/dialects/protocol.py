@@ -13,10 +13,8 @@ from typing import Any
 
 from fsdptool.config.edits import Editor, NotEditableError, Rewriter
 from fsdptool.config.programs import Consumer, Program
-from fsdptool.files.json_tree import parse_json_source
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
-from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveDtypes, Fix, IgnoredKey, Rule, Severity
 from fsdptool.records.sharding import FsdpSettings
 
@@ -115,6 +113,9 @@ def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
     Raises:
         ParseError: The text cannot be parsed.
     """
+    from fsdptool.files.json_tree import parse_json_source
+    from fsdptool.files.yaml_tree import parse_yaml
+
     document = dialect.parse(source) if dialect is not None else None
     if document is not None:
         return document

@@ -1,4 +1,9 @@
-"""SimpleTuner's ``config.json``: the keys of its flags."""
+"""SimpleTuner's flags, from its ``config.json`` or from a command line.
+
+SimpleTuner 4.8.0 was run for the rules: ``mapping_to_cli_args``, which makes arguments of a file, its parser
+and ``Trainer._load_fsdp_plugin``. Its page promises forgiving spellings; its parser refuses most of them, so
+that they are findings with a fix when SimpleTuner itself will read the file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""TrainingArguments (transformers 5.23) and the file that their ``fsdp_config`` names: the keys."""
+"""transformers' TrainingArguments: ``fsdp`` and ``fsdp_config``, alone in a file or among other arguments.
+
+Source: transformers 5.23.0 ``training_args.py:_process_fsdp_args``. Two forms are read: the file
+given as ``fsdp_config`` (its keys at the top), and a file of TrainingArguments with both keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""accelerate 1.15's YAML (or JSON): told from other files, read, written and migrated."""
+"""accelerate's YAML (or JSON): told from other files, read as accelerate 1.15 reads it, written and migrated.
+
+Sources: accelerate 1.15.0 ``commands/config/config_args.py`` (loader), ``commands/launch.py``
+(defaults, ``_validate_launch_command``), ``utils/launch.py:prepare_multi_gpu_env`` (environment),
+``utils/dataclasses.py:FullyShardedDataParallelPlugin`` and ``parallelism_config.py``.
+"""
 
 from __future__ import annotations
 

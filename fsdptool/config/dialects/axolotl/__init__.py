@@ -1,4 +1,9 @@
-"""axolotl's YAML: the keys of its FSDP settings."""
+"""axolotl's YAML: ``fsdp_version`` and ``fsdp_config`` among the training settings.
+
+axolotl 0.19.0 was run for the rules: its own validation (``utils/schemas``), ``setup_fsdp_envs``, and the
+TrainingArguments they feed. Its schema drops the keys of ``fsdp_config`` that it does not know, strips
+the ``fsdp_`` prefix with a warning, lifts a version inside the block, and compares choices exactly.
+"""
 
 from __future__ import annotations
 
