@@ -1,4 +1,4 @@
-"""A project's settings for ``validate``: rules that count (``[tool.fsdptool]``), findings it names or accepts."""
+"""A project's settings for ``validate``: rules that count (``[tool.fsdptool]``), findings that it accepts."""
 
 from __future__ import annotations
 

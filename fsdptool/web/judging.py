@@ -141,5 +141,5 @@ def _read(
     source: SourceText | Path, given: tuple[tuple[str, str], ...], files: NamedFiles | None = None
 ) -> Reading:
     judged = dict(given)
-    names = (judged.get(key) for key in ("dialect", "consumer", "target"))
-    return judged_or_failed(source, Conditions(*names, files=files))
+    dialect, consumer, target = (judged.get(key) for key in ("dialect", "consumer", "target"))
+    return judged_or_failed(source, Conditions(dialect, consumer, target, files=files))

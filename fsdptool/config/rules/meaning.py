@@ -1,4 +1,4 @@
-"""Rules on what settings do by themselves; those on mesh, model and hardware have files of their own."""
+"""Rules on what settings do by themselves, and how FSDP1 becomes FSDP2; others have files of their own."""
 
 from __future__ import annotations
 

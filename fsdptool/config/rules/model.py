@@ -1,4 +1,4 @@
-"""Rules on what settings do to a model."""
+"""Rules on what settings do to a model, and on the hardware of a run."""
 
 from __future__ import annotations
 
