@@ -67,12 +67,12 @@ _GROUPS: dict[str, str] = {
 """Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
 
 
-def build_app(only: str | None = None) -> typer.Typer:
+def build_app(only: str | None = None, *, listing: bool = False) -> typer.Typer:
     """Return the Typer application.
 
     Args:
-        only: The one command or group to register; another name registers every command, and None their
-            names with their documentation, to be listed.
+        only: The one command or group to register; every command when it is None or no command's name.
+        listing: Whether commands are only listed: without their options, and not to be run.
     """
     app = typer.Typer(
         name="fsdptool",
@@ -101,7 +101,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         return app
     for name, module in ({only: _MODULES[only]} if only in _MODULES else _MODULES).items():
         file, _, function = module.partition(":")
-        if only is None:
+        if listing:
             app.command(name)(_listed(file, function or "command"))
         else:
             app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
@@ -172,7 +172,8 @@ def _open_closed_streams() -> None:
 def _command(arguments: list[str]) -> Any:
     """Return what runs a command line, or completes one for the shell."""
     if VARIABLE not in os.environ:
-        return build_app(next((item for item in arguments if not item.startswith("-")), None))
+        name = next((item for item in arguments if not item.startswith("-")), None)
+        return build_app(name, listing=name is None)
     group = typer.main.get_command(build_app(completed_command()))
     attach_values(group)
     return group
