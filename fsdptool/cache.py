@@ -18,11 +18,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.text import private_folder
-from fsdptool.records.command_documents import CacheEntry, CacheReport, PathProblem
 from fsdptool.records.diagnostic import Diagnostic, Rule, digest
+
+if TYPE_CHECKING:
+    from fsdptool.records.command_documents import CacheEntry, CacheReport
 
 _VERSION = "v1"
 _SUFFIX = ".json"
@@ -106,6 +108,8 @@ class Store:
 
     def entries(self) -> tuple[CacheEntry, ...]:
         """Return every readable entry, newest first. Corrupt ones are left to :meth:`verify`."""
+        from fsdptool.records.command_documents import CacheEntry
+
         entries = []
         for path in self._files(_SUFFIX):
             try:
@@ -127,6 +131,8 @@ class Store:
 
     def verify(self) -> CacheReport:
         """Check every entry against its checksum; changes nothing."""
+        from fsdptool.records.command_documents import CacheReport, PathProblem
+
         good, bad = 0, list[PathProblem]()
         for path in self._files(_SUFFIX):
             try:
@@ -158,6 +164,8 @@ class Store:
         return self._remove(path for path in self._files("") if path.name != ".lock")
 
     def _remove(self, paths: Iterator[Path] | list[Path]) -> CacheReport:
+        from fsdptool.records.command_documents import CacheReport, PathProblem
+
         removed, freed, failed = 0, 0, dict[Path, str]()
         paths = list(paths)
         try:

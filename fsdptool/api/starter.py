@@ -257,7 +257,7 @@ def prepare_starter(
     """
     from fsdptool.api.emit_config import from_plan
     from fsdptool.config.dialects.accelerate.schema import NAME
-    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.recipe import dump_recipe
     from fsdptool.config.writer import schema_comment
     from fsdptool.modeling.objective import objective_for
     from fsdptool.planning.plan import chosen_candidate, make_plan

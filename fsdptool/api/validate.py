@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdptool.config.baseline import Baseline, read_baseline
-from fsdptool.config.checks.hardware import Hardware
-from fsdptool.config.lint_settings import LintSettings, find_settings, keep
+from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
 from fsdptool.config.reader import judged_or_failed
-from fsdptool.config.result import Reading, Verdict
+from fsdptool.config.result import Conditions, Reading, Verdict
 from fsdptool.config.rules import RULES
+from fsdptool.config.rules.model import Hardware
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.text import is_file, is_folder
 from fsdptool.records.diagnostic import Diagnostic
@@ -29,6 +28,29 @@ if TYPE_CHECKING:
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.cluster import Gpu
     from fsdptool.records.sharding import FsdpSettings
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownVerdict(Verdict):
+    """A :class:`~fsdptool.config.result.Verdict` that shows itself."""
+
+    def html(self) -> str:
+        """Return the findings as a page, file by file."""
+        from fsdptool.report.page.findings import verdict_page
+
+        return verdict_page(self.readings)
+
+    def __repr__(self) -> str:
+        """Return the number of findings and the most severe ones, in a few lines."""
+        from fsdptool.report.summaries import verdict_lines
+
+        return "\n".join(verdict_lines(self.readings))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own."""
+        from fsdptool.report.page.parts import frame
+
+        return frame("fsdptool validate", self.html(), height=420)
 
 
 @suggest_keywords()
@@ -49,7 +71,7 @@ def validate(
     baseline: str | PathLike[str] | None = None,
     skip_unknown: bool = False,
     isolated: bool = False,
-) -> Verdict:
+) -> ShownVerdict:
     """Judge configurations as the program that reads them will. Nothing is written.
 
     Args:
@@ -77,11 +99,11 @@ def validate(
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     paths = [files] if isinstance(files, str | PathLike) else list(files)
-    judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
-    judged |= {"dialect": dialect, "consumer": consumer, "target": target}
+    against = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
+    against = replace(against, dialect=dialect, consumer=consumer, target=target)
     linter = Linter(select, ignore, exclude, Path(baseline) if baseline else None, skip_unknown, isolated)
     files = linter.expand(map(Path, paths))
-    return Verdict(tuple(linter.judge(path, named, **judged) for path, named in files.items()))
+    return ShownVerdict(tuple(linter.judge(path, named, against) for path, named in files.items()))
 
 
 @dataclass(slots=True)
@@ -136,16 +158,18 @@ class Linter:
         folders = path.absolute().parents
         return self._skips_unknown(path) and any(is_run_folder(folder) for folder in folders)
 
-    def judge(self, path: Path, named: bool, source: SourceText | None = None, **judged: Any) -> Reading:
+    def judge(
+        self, path: Path, named: bool, conditions: Conditions, source: SourceText | None = None
+    ) -> Reading:
         """Return the reading of a file, with the findings that count.
 
         Args:
             path: The file.
             named: Whether it was named itself, and not found in a folder.
+            conditions: What it is judged by.
             source: Its text, where it does not come from the file.
-            judged: Further arguments of :func:`~fsdptool.config.reader.read_settings`.
         """
-        reading = judged_or_failed(path if source is None else source, **judged)
+        reading = judged_or_failed(path if source is None else source, conditions)
         found = not named or self._skips_unknown(path)
         return self.sift(as_found(reading) if found else reading, path)
 
@@ -177,15 +201,14 @@ class Linter:
 
 def conditions(
     model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None, *, trust_remote_code: bool
-) -> dict[str, Any]:
-    """Return what else a file is judged against, as arguments of ``read_settings``.
+) -> Conditions:
+    """Return what else a file is judged against: a model and hardware.
 
     Raises:
         PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-    arguments: dict[str, Any] = {}
-    hardware = None
+    hardware = anatomy = None
     if gpu is not None or gpus is not None or host_memory is not None:
         from fsdptool.planning.clusters import parse_size
         from fsdptool.planning.hardware import load_gpu
@@ -200,10 +223,10 @@ def conditions(
         from fsdptool.inspection import inspect
         from fsdptool.source import resolve
 
-        arguments["model"] = inspect(resolve(model, trust_remote_code=trust_remote_code))
+        anatomy = inspect(resolve(model, trust_remote_code=trust_remote_code))
     if hardware is not None:
-        arguments["hardware"] = with_model(hardware, arguments.get("model"))
-    return arguments
+        hardware = with_model(hardware, anatomy)
+    return Conditions(model=anatomy, hardware=hardware)
 
 
 def with_model(hardware: Hardware, anatomy: Anatomy | None) -> Hardware:

@@ -6,16 +6,21 @@ Modules named here must import in a few milliseconds: heavy libraries load insid
 
 from __future__ import annotations
 
+import ast
 import errno
 import io
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from fsdptool.cli.completion import VARIABLE, attach_values, completed_command
+from fsdptool.cli.options import complain
 from fsdptool.errors import ExitCode, FsdptoolError, missing_extra, unusable_name
 from fsdptool.garbage import collect_seldom
 
@@ -55,9 +60,6 @@ _MODULES: dict[str, str] = {
 """Command name to module under ``fsdptool.cli``, in the order of ``--help``; its function is ``command``
 unless another one follows a colon."""
 
-COMPLETION_VARIABLE = "_FSDPTOOL_COMPLETE"
-"""Set by the shell's completion script (typer 0.29, ``_completion_shared.py``)."""
-
 _GROUPS: dict[str, str] = {
     "cache": "cache",
     "queue": "queue",
@@ -65,12 +67,12 @@ _GROUPS: dict[str, str] = {
 """Command group name to module under ``fsdptool.cli`` with a Typer object ``group``."""
 
 
-def build_app(only: str | None = None) -> typer.Typer:
+def build_app(only: str | None = None, *, listing: bool = False) -> typer.Typer:
     """Return the Typer application.
 
     Args:
-        only: The one command to register (looking at the signatures of all costs 0.1 s); every
-            command when it is None or no command's name.
+        only: The one command or group to register; every command when it is None or no command's name.
+        listing: Whether commands are only listed: without their options, and not to be run.
     """
     app = typer.Typer(
         name="fsdptool",
@@ -94,13 +96,33 @@ def build_app(only: str | None = None) -> typer.Typer:
         if context.invoked_subcommand is None:
             sys.stdout.write(_overview_text())
 
-    chosen = {only: _MODULES[only]} if only in _MODULES else _MODULES
-    for name, module in chosen.items():
+    if only in _GROUPS:
+        app.add_typer(import_module(f"fsdptool.cli.{_GROUPS[only]}").group, name=only)
+        return app
+    for name, module in ({only: _MODULES[only]} if only in _MODULES else _MODULES).items():
         file, _, function = module.partition(":")
-        app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
-    for name, module in _GROUPS.items() if chosen is _MODULES else ():
+        if listing:
+            app.command(name)(_listed(file, function or "command"))
+        else:
+            app.command(name)(getattr(import_module(f"fsdptool.cli.{file}"), function or "command"))
+    for name, module in _GROUPS.items() if only not in _MODULES else ():
         app.add_typer(import_module(f"fsdptool.cli.{module}").group, name=name)
     return app
+
+
+def _listed(file: str, function: str) -> Callable[[], None]:
+    """Return what stands for a command in a list: its documentation, read without importing its module.
+
+    Importing all of them loads every record of a plan, which costs as much as the libraries.
+    """
+
+    def listed() -> None:
+        """Do nothing."""
+
+    tree = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    listed.__doc__ = ast.get_docstring(found)
+    return listed
 
 
 def _overview_text() -> str:
@@ -149,10 +171,9 @@ def _open_closed_streams() -> None:
 
 def _command(arguments: list[str]) -> Any:
     """Return what runs a command line, or completes one for the shell."""
-    if COMPLETION_VARIABLE not in os.environ:
-        return build_app(arguments[0] if arguments else None)
-    from fsdptool.cli.completion import attach_values, completed_command
-
+    if VARIABLE not in os.environ:
+        name = next((item for item in arguments if not item.startswith("-")), None)
+        return build_app(name, listing=name is None)
     group = typer.main.get_command(build_app(completed_command()))
     attach_values(group)
     return group
@@ -205,16 +226,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def _drop_output() -> None:
     """Redirect standard output, so that the interpreter's final flush cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def complain(error: FsdptoolError) -> None:
-    """Write each mistake as one line, and what to do next as a second line."""
-    from fsdptool.report.console.tables import print_line
-
-    for mistake in (error, *error.others):
-        print_line(f"error: {mistake.message}", stream=sys.stderr)
-        if mistake.help:
-            print_line(f"help: {mistake.help}", stream=sys.stderr)
 
 
 def _usage_error(error: Any) -> FsdptoolError:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdptool.cli.app import COMPLETION_VARIABLE as VARIABLE
+VARIABLE = "_FSDPTOOL_COMPLETE"
+"""Set by the shell's completion script (typer 0.29, ``_completion_shared.py``)."""
 
 
 @dataclass(frozen=True, slots=True)

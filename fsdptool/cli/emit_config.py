@@ -132,7 +132,7 @@ def _write(emission: Emission, output: Path | None, force: bool, format: Format)
 
 
 def _write_recipe(recipe: Recipe, path: Path, force: bool) -> None:
-    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.recipe import dump_recipe
     from fsdptool.config.writer import schema_comment
     from fsdptool.source import rebased
 

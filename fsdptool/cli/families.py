@@ -13,7 +13,7 @@ from fsdptool.formatting import by_size
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Family, Flavour
     from fsdptool.families.registry import Registry
-    from fsdptool.records.command_documents import FamilySummary, FlavourDetail
+    from fsdptool.records.family_documents import FamilySummary, FlavourDetail
 
 
 def command(
@@ -25,8 +25,8 @@ def command(
 ) -> int:
     """List the model families, or show the flavours and facts of one family."""
     from fsdptool.families.registry import load_registry
-    from fsdptool.records.command_documents import FamilyList
     from fsdptool.records.diagnostic import answer
+    from fsdptool.records.family_documents import FamilyList
 
     registry = load_registry()
     found = [
@@ -66,7 +66,7 @@ def _matches(family: Family, text: str) -> bool:
 
 
 def _summary(registry: Registry, family: Family) -> FamilySummary:
-    from fsdptool.records.command_documents import FamilySummary
+    from fsdptool.records.family_documents import FamilySummary
 
     origin = registry.origin(family.name)
     return FamilySummary(
@@ -81,7 +81,7 @@ def _summary(registry: Registry, family: Family) -> FamilySummary:
 
 
 def _flavour(family: Family, flavour: Flavour) -> FlavourDetail:
-    from fsdptool.records.command_documents import FlavourDetail, HintedClasses
+    from fsdptool.records.family_documents import FlavourDetail, HintedClasses
 
     hint = family.wrap_hint(flavour.config)
     targets = family.lora_targets(flavour.config)

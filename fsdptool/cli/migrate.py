@@ -16,6 +16,7 @@ from fsdptool.cli.options import (
     IsolatedOption,
     SkipUnknownOption,
     answer_line,
+    complain,
     print_document,
     say,
     write_file,
@@ -115,7 +116,6 @@ def _show(changed: list[Migrated], diff: bool) -> None:
 
 def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
     """Write one result to its place; return whether that was possible (a refused one has no place)."""
-    from fsdptool.cli.app import complain
     from fsdptool.files.text import replace_file
 
     for note in result.notes:

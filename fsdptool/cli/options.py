@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from fsdptool.errors import ConfigError, StorageError
+from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
 from fsdptool.records.diagnostic import Answer
@@ -280,3 +280,13 @@ def write_answer(path: Path, answer: Answer[T], page: Callable[[Answer[T]], str]
     text = page(answer) if is_page else json.dumps(answer.document(), indent=1, ensure_ascii=False) + "\n"
     write_file(path, text, force=force)
     say(f"wrote {path}")
+
+
+def complain(error: FsdptoolError) -> None:
+    """Write each mistake as one line, and what to do next as a second line."""
+    from fsdptool.report.console.tables import print_line
+
+    for mistake in (error, *error.others):
+        print_line(f"error: {mistake.message}", stream=sys.stderr)
+        if mistake.help:
+            print_line(f"help: {mistake.help}", stream=sys.stderr)

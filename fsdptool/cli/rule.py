@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document
+from fsdptool.cli.options import Format, FormatOption, print_document, write_file
 from fsdptool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,51 +19,66 @@ if TYPE_CHECKING:
     from fsdptool.records.diagnostic import Rule
 
 
-def all_rules() -> dict[str, Rule]:
-    """Return the rules of every room by code: each room keeps the table of the codes it emits."""
-    from fsdptool import cache
-    from fsdptool.config.rules import RULES
-    from fsdptool.families import registry as families
-    from fsdptool.inspection import hazards as inspection
-    from fsdptool.launch import doctor as launch
-    from fsdptool.planning import advice as planning
-    from fsdptool.runs.diagnose import signatures
-    from fsdptool.source import config_checks as source
-    from fsdptool.source import weight_files
+_TABLES: dict[str, tuple[str, ...]] = {
+    "FSD": ("fsdptool.config.rules",),
+    "DET": (
+        "fsdptool.families.registry",
+        "fsdptool.source.config_checks",
+        "fsdptool.source.weight_files",
+        "fsdptool.inspection.hazards",
+    ),
+    "PLN": ("fsdptool.planning.advice",),
+    "DOC": ("fsdptool.launch.doctor",),
+    "CACHE": ("fsdptool.cache",),
+}
+"""Beginning of a code to the modules with a table of such rules; those of failures are data."""
 
-    rooms = (
-        families.RULES,
-        source.RULES,
-        weight_files.RULES,
-        inspection.RULES,
-        planning.RULES,
-        launch.RULES,
-        cache.RULES,
-    )
-    failures = {signature.code: signature.rule for signature in signatures()}
-    return RULES | {rule.code: rule for table in rooms for rule in table} | failures
+
+def all_rules(beginning: str | None = None) -> dict[str, Rule]:
+    """Return the rules by code: each package keeps the table of the codes it emits.
+
+    Args:
+        beginning: A key of the tables, to load no others; None: all rules.
+    """
+    chosen = _TABLES.values() if beginning is None else (_TABLES[beginning],)
+    tables = [import_module(name).RULES for names in chosen for name in names]
+    found = [rule for table in tables for rule in (table.values() if isinstance(table, dict) else table)]
+    if beginning is None:
+        from fsdptool.runs.diagnose import signatures
+
+        found += [signature.rule for signature in signatures()]
+    return {rule.code: rule for rule in found}
 
 
 def command(
     code: Annotated[
         str | None, typer.Argument(help="A code such as FSD301; without a code, all codes are listed.")
     ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", help="Write the page of all rules to this file: docs/rules.md.")
+    ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Explain the code of a finding: what it means, why it matters, what to do, and whether a fix is safe."""
     from fsdptool.records.diagnostic import envelope
     from fsdptool.report.console.tables import print_lines, terminal_width
-    from fsdptool.report.rules import render_list, render_rule
+    from fsdptool.report.rules import render_list, render_rule, rules_page
     from fsdptool.spelling import nearest
 
-    table = all_rules()
+    wanted = code.strip().upper() if code is not None else ""
+    beginning = wanted.rstrip("0123456789")
+    table = all_rules(beginning) if beginning in _TABLES and write is None else {}
+    if wanted not in table:
+        table = all_rules()
+    if write is not None:
+        write_file(write, rules_page(table.values()), force=True)
+        return 0
     if code is None:
         if format is Format.JSON:
             print_document(envelope("rules", {}, _documents(table.values())))
         else:
             print_lines(render_list(table.values()))
         return 0
-    wanted = code.strip().upper()
     if wanted not in table:
         near = nearest(wanted, table, cutoff=0.6)
         raise ConfigError(

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ from fsdptool.cli.options import (
     SkipUnknownOption,
     TargetOption,
     TrustOption,
+    complain,
     print_document,
     say,
 )
@@ -26,8 +27,8 @@ from fsdptool.errors import ConfigError, ExitCode, FsdptoolError, StorageError
 if TYPE_CHECKING:
     from fsdptool.api.validate import Linter
     from fsdptool.config.fixes import Repaired
-    from fsdptool.config.result import Reading, Verdict
-    from fsdptool.config.selection import FindingSelector
+    from fsdptool.config.lint_settings import FindingSelector
+    from fsdptool.config.result import Conditions, Reading, Verdict
     from fsdptool.files.text import SourceText
 
 
@@ -93,22 +94,20 @@ def command(
 
     if statistics and format in (FindingFormat.GITHUB, FindingFormat.SARIF):
         raise ConfigError(f"--statistics has no form for {format.value}", help="use text, concise or json")
-    judged = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
-    judged["target"] = target
-    chosen = {"dialect": dialect, "consumer": consumer}
+    against = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
+    against = replace(against, dialect=dialect, consumer=consumer, target=target)
     linter = Linter(select, ignore, exclude, baseline, skip_unknown, isolated)
     if write_baseline:
-        return _accept(linter, files, {**judged, **chosen})
+        return _accept(linter, files, against)
     readings = [
-        linter.judge(path, named, read_input(path), **judged, **chosen)
-        for path, named in linter.expand(files).items()
+        linter.judge(path, named, against, read_input(path)) for path, named in linter.expand(files).items()
     ]
     code = ExitCode.CLEAN
     if only and not (fix or unsafe_fixes or diff):
         raise ConfigError("--only chooses what is fixed", help="add --fix, --unsafe-fixes or --diff")
     if fix or unsafe_fixes or diff:
         selectors = _selectors(only, readings, unsafe_fixes) if only else None
-        repaired = [_repair(reading, unsafe_fixes, judged, linter, selectors) for reading in readings]
+        repaired = [_repair(reading, unsafe_fixes, linter, selectors) for reading in readings]
         after = [
             linter.sift(result.reading, _path(reading)) if result is not None else reading
             for result, reading in zip(repaired, readings, strict=True)
@@ -129,17 +128,17 @@ def _path(reading: Reading) -> Path:
     return Path(reading.path or "-")
 
 
-def _accept(linter: Linter, files: list[Path], judged: dict[str, Any]) -> int:
+def _accept(linter: Linter, files: list[Path], against: Conditions) -> int:
     """Store the current findings in the baseline; its entries for other files stay."""
-    from fsdptool.config.baseline import NAME, Baseline, read_baseline
+    from fsdptool.config.lint_settings import BASELINE, Baseline, read_baseline
     from fsdptool.files.text import exists
 
     settings = linter.settings(files[0])
-    file = linter.baseline_file(settings) or settings.root / NAME
+    file = linter.baseline_file(settings) or settings.root / BASELINE
     linter.baseline, stored = None, read_baseline(file) if exists(file) else Baseline(file)
     fresh = replace(linter, with_baseline=False)
     paths = fresh.expand(files)
-    count = stored.take(fresh.judge(path, named, read_input(path), **judged) for path, named in paths.items())
+    count = stored.take(fresh.judge(path, named, against, read_input(path)) for path, named in paths.items())
     stored.save()
     say(f"wrote {file}: {count} finding{'s' * (count != 1)} accepted in {len(paths)} files")
     if settings.baseline is None:
@@ -170,7 +169,7 @@ def _selectors(only: list[str], readings: list[Reading], unsafe: bool) -> tuple[
         ConfigError: A finding does not exist or cannot be fixed, or a line is named for several files.
     """
     from fsdptool.config.fixes import selected
-    from fsdptool.config.selection import read_selectors
+    from fsdptool.config.lint_settings import read_selectors
 
     selectors = read_selectors(only, "--only")
     if len(readings) > 1 and any(selector.line is not None for selector in selectors):
@@ -193,7 +192,6 @@ def _selectors(only: list[str], readings: list[Reading], unsafe: bool) -> tuple[
 def _repair(
     reading: Reading,
     unsafe: bool,
-    judged: dict[str, Any],
     linter: Linter,
     selectors: tuple[FindingSelector, ...] | None,
 ) -> Repaired | None:
@@ -204,8 +202,8 @@ def _repair(
         return None
     try:
         if selectors is not None:
-            return repair_selected(reading, selectors, unsafe=unsafe, **judged)
-        return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)), **judged)
+            return repair_selected(reading, selectors, unsafe=unsafe)
+        return repair(reading, unsafe=unsafe, only=linter.codes(_path(reading)))
     except FsdptoolError:
         raise
     except Exception as error:
@@ -226,7 +224,6 @@ def _write(
     repaired: list[Repaired | None], readings: list[Reading], after: list[Reading]
 ) -> tuple[list[Reading], ExitCode]:
     """Write what was fixed; a file that cannot be written is reported, and the others are still written."""
-    from fsdptool.cli.app import complain
     from fsdptool.files.text import replace_file
 
     left, code = list(readings), ExitCode.CLEAN

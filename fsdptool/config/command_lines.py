@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.dialects import detect_dialect, load_registry, parse_source
+from fsdptool.config.dialects import detect_dialect, load_registry
 from fsdptool.config.dialects.accelerate.keys import DETAILS as PARALLELISM_DETAILS
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
+from fsdptool.config.dialects.protocol import parse_source
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
 from fsdptool.config.shell import (
     MOST,
@@ -33,7 +34,7 @@ from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, Entry, Included, Node, ParseError, walk
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
 
 ENDINGS = (".yaml", ".yml", ".json", ".toml")
 

@@ -6,14 +6,14 @@ several keys on one line): such a finding then has no fix, rather than a wrong o
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Document, Entry, Node
+from fsdptool.files.tree import Document, Entry, Node, ParseError
 from fsdptool.records.diagnostic import Edit
 
 
@@ -41,6 +41,8 @@ def scalar_text(value: Any, language: str = "yaml", style: str = "") -> str:
         return repr(value)
     if isinstance(value, list):
         return "[" + ", ".join(scalar_text(item, language) for item in value) + "]"
+    import yaml
+
     text = str(value)
     if style in ("'", '"') and text.isprintable() and not set(text) & {"'", '"', "\\"}:
         return f"{style}{text}{style}"
@@ -267,3 +269,100 @@ def apply_edits(text: str, edits: list[Edit]) -> str:
         position = edit.end
     result.append(text[position:])
     return "".join(result)
+
+
+class NotEditableError(Exception):
+    """The text's form does not allow an edit."""
+
+
+class Rewriter:
+    """A text that is edited one step at a time and parsed again after each."""
+
+    def __init__(self, source: SourceText, parse: Callable[[SourceText], Document]) -> None:
+        self.source = source
+        self._parser = parse
+        self._parse()
+
+    def _parse(self) -> None:
+        try:
+            self.document = self._parser(self.source)
+        except ParseError as error:
+            raise NotEditableError(error.message) from error
+        self.editor = Editor(self.source, self.document)
+
+    @property
+    def root(self) -> Node:
+        """The root mapping of the text as it is now."""
+        root = self.document.root
+        if root is None or root.kind != "map":
+            raise NotEditableError("nothing is left")
+        return root
+
+    def block(self, name: str | None) -> tuple[Node, Entry | None]:
+        """Return a block (or the root for None) and the entry that holds it."""
+        if name is None:
+            return self.root, None
+        entry = self.root.get(name)
+        if entry is None:
+            raise NotEditableError(f"there is no {name}")
+        return entry.node, entry
+
+    def apply(self, edits: tuple[Edit, ...] | None, what: str) -> None:
+        """Apply edits and parse again.
+
+        Raises:
+            NotEditableError: There are none to apply, or the result does not parse.
+        """
+        if edits is None:
+            raise NotEditableError(what)
+        self.source = self.source.with_text(apply_edits(self.source.text, list(edits)))
+        self._parse()
+
+    def put(self, name: str | None, key: str, value: Any, *, synonyms: tuple[str, ...] = ()) -> None:
+        """Give ``key`` a value, renaming one of its synonyms or adding it when it is missing."""
+        parent, holder = self.block(name)
+        for spelled in (key, *synonyms):
+            entry = parent.get(spelled) if parent.kind == "map" else None
+            if entry is None:
+                continue
+            if entry.node.value != value or type(entry.node.value) is not type(value):
+                self.apply(self.editor.replace(entry.node, value), key)
+            if spelled != key:
+                parent, _ = self.block(name)
+                entry = parent.get(spelled)
+                if entry is None:
+                    raise NotEditableError(f"{spelled} is not the same key after an edit")
+                self.apply(self.editor.rename(entry, key), key)
+            return
+        self.apply(self.editor.add(parent, holder, {key: value}), key)
+
+    def drop(self, name: str | None, *keys: str) -> None:
+        """Remove keys that exist."""
+        for key in keys:
+            while True:
+                parent, _ = self.block(name)
+                entry = parent.get(key) if parent.kind == "map" else None
+                if entry is None:
+                    break
+                self.apply(self.editor.remove(parent, entry), key)
+
+    def rename(self, name: str | None, key: str, new: str) -> None:
+        """Rename a key that exists, unless the new one exists already."""
+        parent, _ = self.block(name)
+        entry = parent.get(key) if parent.kind == "map" else None
+        if entry is not None and parent.get(new) is None:
+            self.apply(self.editor.rename(entry, new), key)
+
+
+def edits_between(before: str, after: str) -> tuple[Edit, ...]:
+    """Return the edits, whole lines each, that turn one text into another."""
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    starts = [0]
+    for line in old:
+        starts.append(starts[-1] + len(line))
+    edits = []
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, first, last, new_first, new_last in matcher.get_opcodes():
+        if tag != "equal":
+            edits.append(Edit(starts[first], starts[last], "".join(new[new_first:new_last])))
+    return tuple(edits)

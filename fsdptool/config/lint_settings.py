@@ -1,8 +1,11 @@
-"""A project's own settings for ``validate``: which rules count in which files (``[tool.fsdptool]``)."""
+"""A project's settings for ``validate``: rules that count (``[tool.fsdptool]``), findings that it accepts."""
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -13,7 +16,8 @@ from fsdptool import spelling
 from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
 from fsdptool.errors import ConfigError
-from fsdptool.files.text import UnreadableError, read_source
+from fsdptool.files.text import UnreadableError, read_source, replace_file
+from fsdptool.files.values import read_json
 from fsdptool.records.diagnostic import Diagnostic
 
 ALL = "ALL"
@@ -259,3 +263,170 @@ def keep(reading: Reading, wanted: Callable[[Diagnostic], bool]) -> Reading:
         changes=tuple(reading.changes[index] for index in kept if index < len(reading.changes)),
         suppressed=(*reading.suppressed, *left_out),
     )
+
+
+_FORM = re.compile(r"(?P<code>[A-Za-z0-9]+)(?::(?P<line>[1-9]\d{0,8})(?::(?P<column>[1-9]\d{0,8}))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class FindingSelector:
+    """Findings of a code, in a whole file or at one place.
+
+    Attributes:
+        code: Code or its beginning.
+        line, column: 1-based place; None stands for any.
+    """
+
+    code: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.code, self.line, self.column) if part is not None)
+
+    def matches(self, item: Diagnostic) -> bool:
+        """Return whether a finding is meant."""
+        return (
+            item.code.startswith(self.code)
+            and self.line in (None, item.line)
+            and self.column in (None, item.column)
+        )
+
+
+def selector_of(item: Diagnostic) -> FindingSelector:
+    """Return what names a finding."""
+    return FindingSelector(item.code, item.line, item.column)
+
+
+def read_selectors(texts: Iterable[str], where: str) -> tuple[FindingSelector, ...]:
+    """Return selectors from ``CODE[:LINE[:COLUMN]]``; commas separate several in one text.
+
+    Args:
+        texts: The texts.
+        where: The option that they come from, for the message.
+
+    Raises:
+        ConfigError: A text has another form, or its code is not the beginning of any rule's.
+    """
+    chosen = []
+    for text in filter(None, (piece.strip() for given in texts for piece in given.split(","))):
+        form = _FORM.fullmatch(text)
+        if form is None:
+            raise ConfigError(
+                f"{where}: {text} does not name a finding",
+                help="write a code and, for one place, its line and column: FSD203, FSD203:12 or FSD203:12:3",
+            )
+        (code,) = check_codes([form["code"]], where)
+        place = (int(form[name]) if form[name] else None for name in ("line", "column"))
+        chosen.append(FindingSelector(code, *place))
+    return tuple(chosen)
+
+
+BASELINE = "fsdptool-baseline.json"
+"""The file that ``--write-baseline`` writes unless another is named."""
+
+_BASELINE_VERSION = 1
+_LINE = re.compile(r"\bline \d+")
+
+
+@dataclass(slots=True)
+class Baseline:
+    """Accepted findings by file.
+
+    A finding is known by its file, code and message, with line numbers taken out of the message: edits
+    above it do not make it new, and a second one of the same kind is new.
+
+    Attributes:
+        file: Where it is stored; paths are relative to its folder.
+        known: File to how often each finding was accepted, by code and message.
+    """
+
+    file: Path
+    known: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)
+
+    def without(self, reading: Reading) -> Reading:
+        """Return a reading whose accepted findings are suppressed."""
+        left = Counter(self.known.get(self._name(reading), {}))
+
+        def new(item: Diagnostic) -> bool:
+            if left[_mark(item)] <= 0:
+                return True
+            left[_mark(item)] -= 1
+            return False
+
+        return keep(reading, new) if left else reading
+
+    def take(self, readings: Iterable[Reading]) -> int:
+        """Accept what was found in files, in place of what was accepted in them; return its number."""
+        count = 0
+        for reading in readings:
+            # A path that cannot be read is a mistake of the command line, not an old finding.
+            marks = Counter(
+                _mark(item)
+                for item in reading.diagnostics
+                if item.severity != "info" and item.code != "FSD101"
+            )
+            self.known.pop(self._name(reading), None)
+            if marks:
+                self.known[self._name(reading)] = marks
+            count += marks.total()
+        return count
+
+    def save(self) -> None:
+        """Write the file.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        files = {
+            name: [
+                {"code": code, "message": message, "count": count}
+                for (code, message), count in sorted(marks.items())
+            ]
+            for name, marks in sorted(self.known.items())
+        }
+        text = json.dumps({"version": _BASELINE_VERSION, "files": files}, indent=1, ensure_ascii=False) + "\n"
+        replace_file(self.file, text.encode())
+
+    def _name(self, reading: Reading) -> str:
+        path = Path(reading.path or "-").absolute()
+        try:
+            return path.relative_to(self.file.parent.absolute()).as_posix()
+        except ValueError:
+            return path.as_posix()
+
+
+def _mark(item: Diagnostic) -> tuple[str, str]:
+    return item.code, _LINE.sub("line", item.message)
+
+
+def read_baseline(file: Path) -> Baseline:
+    """Read a baseline.
+
+    Raises:
+        ConfigError: The file does not exist, or ``--write-baseline`` did not write it.
+    """
+    if not file.exists():
+        raise ConfigError(f"the baseline {file} does not exist", help="--write-baseline writes one")
+    try:
+        known = _known(read_json(file))
+    except UnreadableError as error:
+        raise ConfigError(f"{file}: {error.message}") from error
+    if known is None:
+        raise ConfigError(f"{file} is not a baseline of fsdptool", help="--write-baseline writes one")
+    return Baseline(file, known)
+
+
+def _known(data: Any) -> dict[str, Counter[tuple[str, str]]] | None:
+    files = data.get("files") if isinstance(data, dict) and data.get("version") == _BASELINE_VERSION else None
+    if not isinstance(files, dict):
+        return None
+    known: dict[str, Counter[tuple[str, str]]] = {}
+    for name, items in files.items():
+        marks: Counter[tuple[str, str]] = Counter()
+        for item in items if isinstance(items, list) else [None]:
+            if not isinstance(item, dict) or not isinstance(item.get("count"), int):
+                return None
+            marks[str(item.get("code")), str(item.get("message"))] += item["count"]
+        known[name] = marks
+    return known

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
-from fsdptool.config.checks.meaning import check_meaning
-from fsdptool.config.condense import condense
-from fsdptool.config.context import Finding, LintContext
-from fsdptool.config.dialects import detect_dialect, load_registry, parse_source, sniff_dialect
-from fsdptool.config.dialects.protocol import PROGRAMS, Consumer, Dialect, known_programs, resolve_consumer
-from fsdptool.config.result import Reading
+from fsdptool.config.dialects import (
+    detect_dialect,
+    known_programs,
+    load_registry,
+    resolve_consumer,
+    sniff_dialect,
+)
+from fsdptool.config.dialects.protocol import Dialect, Finding, LintContext, parse_source
+from fsdptool.config.edits import NotEditableError, Rewriter, apply_edits, edits_between
+from fsdptool.config.programs import Consumer
+from fsdptool.config.result import Conditions, Reading
 from fsdptool.config.rules import RULES
+from fsdptool.config.rules.meaning import check_meaning
 from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, ParseError, duplicates, walk
-from fsdptool.records.diagnostic import Diagnostic, EffectiveSetting
+from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveSetting
 
 if TYPE_CHECKING:
-    from fsdptool.config.checks.hardware import Hardware
     from fsdptool.config.command_lines import Line, NamedFiles
+    from fsdptool.config.rules.model import Hardware
     from fsdptool.records.anatomy import Anatomy
 
 
@@ -43,168 +51,154 @@ def read_settings(
 
     Args:
         path_or_text: A path, or the text itself (a string that holds a newline).
-        dialect: A dialect or its name; None recognises it by the content.
-        consumer: ``accelerate``, ``fsdptool``, ``trainer``, ...; None takes what the file says in a
-            ``# fsdptool: consumer=NAME`` comment, else the dialect's own program.
-        target: Version to judge for, ``accelerate==1.15``.
-        environment: Environment variables the program would inherit; None: none that matter.
-        model: The inspected model, for the rules of the family ``model``.
-        hardware: GPUs and hosts, for the rules of the family ``hardware``.
-        files: Where the files that a command line names are looked for; None: in the working directory,
-            else beside the file that holds the line.
+        dialect, consumer, target, environment, model, hardware, files: As for :class:`Conditions`.
 
     Raises:
         ConfigError: ``dialect``, ``consumer`` or ``target`` is not known. Whatever is wrong with the
             file itself is a diagnostic of the result.
     """
-    conditions: dict[str, Any] = {"environment": environment, "model": model, "hardware": hardware}
-    written_in = load_registry().get(dialect) if isinstance(dialect, str) else dialect
-    reading = _read(path_or_text, written_in, consumer, target, files=files, **conditions)
-    if not any(item.fix is not None for item in reading.diagnostics):
-        return reading
-    from fsdptool.config.fixes import withhold_refused
-
-    return withhold_refused(reading, **conditions)
+    return judge_file(
+        path_or_text, Conditions(dialect, consumer, target, environment or {}, model, hardware, files)
+    )
 
 
-def read_again(
-    reading: Reading,
-    text: str,
-    *,
-    environment: Mapping[str, str] | None = None,
-    model: Anatomy | None = None,
-    hardware: Hardware | None = None,
-    trial: bool = False,
-) -> Reading:
+def judge_file(path_or_text: str | Path | SourceText, conditions: Conditions) -> Reading:
+    """Read a configuration under given conditions, as :func:`read_settings`; errors are the same."""
+    reading = _read(path_or_text, conditions)
+    return withhold_refused(reading) if any(item.fix is not None for item in reading.diagnostics) else reading
+
+
+def judged_or_failed(path_or_text: str | Path | SourceText, conditions: Conditions) -> Reading:
+    """Read a file as :func:`judge_file`; whatever it holds, the other files of a call are judged as well.
+
+    A failure of our own is a finding of the file.
+
+    Raises:
+        ConfigError: As :func:`read_settings`.
+    """
+    try:
+        return judge_file(path_or_text, conditions)
+    except FsdptoolError:
+        raise
+    except Exception as error:
+        path = path_or_text.path if isinstance(path_or_text, SourceText) else str(path_or_text)
+        message = f"the file cannot be judged: internal error: {type(error).__name__}: {error}"
+        judge = _consumer(conditions, None)
+        return _failed("FSD101", message, judge, conditions, path=path, help="report it, with the file")
+
+
+def read_again(reading: Reading, text: str, *, trial: bool = False) -> Reading:
     """Return the reading of a changed text, judged as ``reading`` was; its fixes are not tried.
 
-    In a ``trial`` only the findings are needed, and no migration is worked out.
+    Whether a run fits does not depend on how its file is fixed. In a ``trial`` only the findings are needed,
+    and no migration is worked out.
     """
     assert reading.source is not None
-    return _read(
-        reading.source.with_text(text),
-        reading.written_in,
-        reading.consumer.name,
-        None,
-        files=reading.files,
-        judge=reading.consumer,
-        environment=environment,
-        model=model,
-        hardware=hardware,
-        trial=trial,
-    )
+    conditions = replace(reading.conditions, dialect=reading.written_in)
+    if conditions.hardware is not None:
+        conditions = replace(conditions, hardware=replace(conditions.hardware, fit=None))
+    return _read(reading.source.with_text(text), conditions, judge=reading.consumer, trial=trial)
+
+
+def _consumer(
+    conditions: Conditions, dialect: Dialect | None, natural: str | None = None, noted: str | None = None
+) -> Consumer:
+    """Return who a file is judged for: as it is asked for, as its comment says, or as is natural for it."""
+    programs = dialect.programs if dialect is not None else ()
+    natural = natural or (dialect.consumers[0] if dialect is not None else "accelerate")
+    return resolve_consumer(conditions.consumer, conditions.target, natural, noted=noted, programs=programs)
 
 
 def _read(
     path_or_text: str | Path | SourceText,
-    written_in: Dialect | None,
-    consumer: str | None,
-    target: str | None,
+    conditions: Conditions,
     *,
-    files: NamedFiles | None,
     judge: Consumer | None = None,
-    environment: Mapping[str, str] | None,
-    model: Anatomy | None,
-    hardware: Hardware | None,
     trial: bool = False,
 ) -> Reading:
     """Read and judge a text, without trying its fixes; ``judge`` is a consumer that was resolved before."""
-    natural = written_in.consumers[0] if written_in is not None else "accelerate"
-    brought = written_in.programs if written_in is not None else ()
-    failed = partial(_failed, judged_for=resolve_consumer(consumer, target, natural, programs=brought))
+    form = conditions.dialect
+    if isinstance(form, str):
+        form = load_registry().get(form)
+    failed = partial(_failed, judged_for=_consumer(conditions, form), conditions=conditions)
     try:
         source = _source(path_or_text)
     except UnreadableError as error:
-        return failed(error.code, error.message, str(path_or_text), None, None)
+        return failed(error.code, error.message, path=str(path_or_text))
+    failed = partial(failed, path=source.path, source=source)
     if source.text.startswith("\ufeff"):
         message = "the file begins with two byte-order marks: the second one is a part of the first key"
-        return failed("FSD104", message, source.path, source, 0, help="remove the byte-order marks")
-    comments = read_comments(source)
+        return failed("FSD104", message, index=0, help="remove the byte-order marks")
     try:
-        document, written_in = _parse(source, written_in)
+        form = form or sniff_dialect(source.text)
+        document = parse_source(source, form)
     except ParseError as error:
-        return failed(error.code, error.message, source.path, source, error.index)
+        return failed(error.code, error.message, index=error.index)
     root = document.root
     if root is None or root.kind != "map":
-        return failed("FSD107", f"the file {_lack(source, document)}", source.path, source, 0)
-    if written_in is None:
-        written_in, refusal = detect_dialect(root)
-        if written_in is None:
+        return failed("FSD107", f"the file {_lack(source, document)}", index=0)
+    if form is None:
+        form, refusal = detect_dialect(root)
+        if form is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
-            return failed(code, message, source.path, source, root.start)
-    judged: Callable[..., Reading] = partial(
-        _judge, source, document, written_in, comments, failed,
-        consumer=consumer, target=target, judge=judge, environment=environment or {}, model=model,
-        hardware=hardware, trial=trial,
-    )  # fmt: skip
+            return failed(code, message, index=root.start)
+    judged = partial(_judge, source, form, read_comments(source), conditions, judge=judge, trial=trial)
     if document.language != "flags":
-        return judged()
+        return judged(document)
     from fsdptool.config.command_lines import read_lines
 
-    first, *others = (judged(line=line) for line in read_lines(source, files))
-    return replace(_together(first, others), files=files)
+    first, *others = (judged(line.document, line) for line in read_lines(source, conditions.files))
+    return _together(first, others)
 
 
 def _judge(
     source: SourceText,
-    document: Document,
     form: Dialect,
     comments: Comments,
-    failed: Callable[..., Reading],
-    *,
+    conditions: Conditions,
+    document: Document,
     line: Line | None = None,
-    consumer: str | None,
-    target: str | None,
+    *,
     judge: Consumer | None,
-    environment: Mapping[str, str],
-    model: Anatomy | None,
-    hardware: Hardware | None,
     trial: bool,
 ) -> Reading:
-    """Return the reading of a file, or of one command of it, as the program that it is for reads it."""
-    written_in = form
-    if line is not None:
-        document = line.document
-        written_in = load_registry().get(line.dialect) if line.dialect is not None else form
+    """Return the reading of a file, or of one command ``line`` of it, as its program reads it."""
+    reader = load_registry().get(line.dialect) if line is not None and line.dialect is not None else form
     root = document.root
     assert root is not None
-    failed = partial(
-        failed,
-        dialect=form.name,
-        judged_for=resolve_consumer(consumer, target, written_in.consumers[0], programs=written_in.programs),
-    )
+    failed = partial(_failed, conditions=conditions, path=source.path, source=source, dialect=form.name)
     noted = comments.consumer
-    if consumer is None and noted is not None and noted not in PROGRAMS and noted not in known_programs():
-        message = f"the file says consumer={noted}; there is no known program of that name"
-        advice = f"choose one of: {', '.join(known_programs())}"
-        return failed("FSD114", message, source.path, source, comments.consumer_at, help=advice)
-    natural = (line.consumer if line is not None else None) or written_in.consumer_of(root)
-    judged_for = judge or resolve_consumer(
-        consumer, target, natural, noted=noted, programs=written_in.programs
-    )
-    if judged_for.name not in written_in.consumers:
+    if conditions.consumer is None and noted is not None and noted not in known_programs():
         return failed(
             "FSD114",
-            f"{judged_for.name} does not read {written_in.name} files",
-            source.path,
-            source,
-            comments.consumer_at if consumer is None else None,
-            judged_for=judged_for,
-            help=_advice(written_in, natural, judged_for.name),
+            f"the file says consumer={noted}; there is no known program of that name",
+            _consumer(conditions, reader),
+            index=comments.consumer_at,
+            help=f"choose one of: {', '.join(known_programs())}",
         )
-    lint = LintContext(source, document, judged_for, written_in, environment, trial=trial)
+    natural = (line.consumer if line is not None else None) or reader.consumer_of(root)
+    consumer = judge or _consumer(conditions, reader, natural, noted)
+    if consumer.name not in reader.consumers:
+        return failed(
+            "FSD114",
+            f"{consumer.name} does not read {reader.name} files",
+            consumer,
+            index=comments.consumer_at if conditions.consumer is None else None,
+            help=_advice(reader, natural, consumer.name),
+        )
+    lint = LintContext(source, document, consumer, reader, RULES, conditions.environment, trial=trial)
     if line is None:
         _check_text(lint)
-        written_in.read(lint)
+        reader.read(lint)
     else:
         _read_line(lint, line)
     if line is None or not line.refused:
-        check_meaning(lint, model=model, hardware=hardware)
+        check_meaning(lint, model=conditions.model, hardware=conditions.hardware)
     for index, message in comments.unknown:
         lint.report("FSD112", message, index)
     for problem in load_registry().problems.values():
         lint.report("FSD115", problem)
-    reading = _finish(lint, comments, form)
+    reading = _finish(lint, comments, form, conditions)
     return reading if line is None else replace(reading, named=line.files)
 
 
@@ -224,7 +218,7 @@ def _read_line(lint: LintContext, line: Line) -> None:
     if line.launcher is not None:
         launcher = load_registry().get(line.launcher.dialect or "flags")
         judge = resolve_consumer(None, None, launcher.consumers[0], programs=launcher.programs)
-        below = LintContext(lint.source, line.launcher.document, judge, launcher, lint.environment)
+        below = LintContext(lint.source, line.launcher.document, judge, launcher, RULES, lint.environment)
         launcher.read(below)
         lint.findings.extend(item for item in below.findings if item.diagnostic.code in _LAUNCH_STOPS)
         lint.environment = {**lint.environment, **export(below)}
@@ -265,25 +259,6 @@ def _together(first: Reading, others: Iterable[Reading]) -> Reading:
     return replace(first, diagnostics=tuple(diagnostics), changes=tuple(changes))
 
 
-def judged_or_failed(path_or_text: str | Path | SourceText, **judged: Any) -> Reading:
-    """Read a file as :func:`read_settings`; whatever it holds, the other files of a call are judged as well.
-
-    A failure of our own is a finding of the file.
-
-    Raises:
-        ConfigError: As :func:`read_settings`.
-    """
-    try:
-        return read_settings(path_or_text, **judged)
-    except FsdptoolError:
-        raise
-    except Exception as error:
-        path = path_or_text.path if isinstance(path_or_text, SourceText) else str(path_or_text)
-        judge = resolve_consumer(judged.get("consumer"), judged.get("target"), "accelerate")
-        message = f"the file cannot be judged: internal error: {type(error).__name__}: {error}"
-        return _failed("FSD101", message, path, None, None, judged_for=judge, help="report it, with the file")
-
-
 def _lack(source: SourceText, document: Document) -> str:
     if document.root is None and not source.text.strip():
         return "is empty"
@@ -312,13 +287,6 @@ def _source(path_or_text: str | Path | SourceText) -> SourceText:
     return read_source(path_or_text)
 
 
-def _parse(source: SourceText, dialect: Dialect | None) -> tuple[Document, Dialect | None]:
-    """Return the tree, and the dialect where it is named or known by the form of the text."""
-    if dialect is None:
-        dialect = sniff_dialect(source.text)
-    return parse_source(source, dialect), dialect
-
-
 def _check_text(lint: LintContext) -> None:
     """Report what is wrong with the text itself, whatever the dialect."""
     seen: set[int] = set()
@@ -339,7 +307,7 @@ def _check_text(lint: LintContext) -> None:
             )
 
 
-def _finish(lint: LintContext, comments: Comments, form: Dialect) -> Reading:
+def _finish(lint: LintContext, comments: Comments, form: Dialect, conditions: Conditions) -> Reading:
     facts = {key: fact.value for key, fact in lint.facts.items()}
     effective = []
     for key in (*COMMON, *DETAILS, *LEGACY):
@@ -363,6 +331,7 @@ def _finish(lint: LintContext, comments: Comments, form: Dialect) -> Reading:
         ignored=tuple(sorted(lint.ignored, key=lambda item: item.line or 0)),
         dialect=form.name,
         consumer=lint.consumer,
+        conditions=conditions,
         version=lint.get("fsdp_version") if lint.runs_fsdp else None,
         path=lint.source.path,
         source=lint.source,
@@ -392,11 +361,12 @@ _FSDP_ONLY = frozenset((*OF_FSDP, *DETAILS, *LEGACY, *MESH, "cp_comm_strategy"))
 def _failed(
     code: str,
     message: str,
-    path: str | None,
-    source: SourceText | None,
-    index: int | None,
-    *,
     judged_for: Consumer,
+    conditions: Conditions,
+    *,
+    path: str | None,
+    source: SourceText | None = None,
+    index: int | None = None,
     dialect: str | None = None,
     help: str | None = None,
 ) -> Reading:
@@ -406,22 +376,15 @@ def _failed(
     end = column + 1 if column else None
     first = Diagnostic(code, rule.severity, message, help or rule.fix, path, line, column, line, end)
     rule = RULES["FSD115"]
-    left_out = [
+    left_out = (
         Diagnostic(rule.code, rule.severity, problem, rule.fix, path)
         for problem in load_registry().problems.values()
-    ]
-    diagnostics = (first, *left_out)
-    return Reading(
-        None,
-        diagnostics,
-        (),
-        (),
-        dialect,
-        judged_for,
-        path=path,
-        source=source,
-        changes=tuple({} for _ in diagnostics),
     )
+    found = (first, *left_out)
+    return Reading(
+        None, found, (), (), dialect, judged_for, conditions, path=path, source=source,
+        changes=tuple({} for _ in found),
+    )  # fmt: skip
 
 
 _COMMENT = re.compile(r"#\s*fsdptool:\s*(.*)")
@@ -491,3 +454,206 @@ def read_comments(source: SourceText) -> Comments:
             if match is not None:
                 comments.take(source, number, match)
     return comments
+
+
+_JOINED = {
+    "FSD204": "{count} keys are read under other names: {keys}",
+    "FSD302": "{count} FSDP1 keys have no effect: {keys}",
+}
+"""Codes whose findings in one file become one, and what it says of the keys."""
+
+_ONLY_FSDP1 = frozenset((*LEGACY, "backward_prefetch_policy", "flatten_parameters"))
+_UNREAD = frozenset({"FSD202", "FSD211", "FSD302"})
+
+
+def condense(lint: LintContext, findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of a file with those joined that are one thing to do.
+
+    Where FSDP1 runs, its unread keys are notes: the finding that FSDP1 runs is the one to act on, and
+    migrating removes them.
+
+    Args:
+        lint: The file.
+        findings: What no comment silences, in the order of the file.
+    """
+    kept = list(findings)
+    if any(finding.diagnostic.code == "FSD301" for finding in kept):
+        kept = [_as_note(finding) for finding in kept]
+    for code, words in _JOINED.items():
+        members = [item for item in kept if item.diagnostic.code == code and item.elsewhere is None]
+        if len(members) > 1:
+            at = kept.index(members[0])
+            kept = [finding for finding in kept if finding not in members]
+            kept.insert(at, _joined(lint, members, words))
+    return kept
+
+
+def _as_note(finding: Finding) -> Finding:
+    item = finding.diagnostic
+    leftover = (finding.key or "").removeprefix("fsdp_") in _ONLY_FSDP1
+    if item.code not in _UNREAD or not leftover or item.severity != "warning":
+        return finding
+    return replace(finding, diagnostic=replace(item, severity="info"))
+
+
+def _joined(lint: LintContext, members: list[Finding], words: str) -> Finding:
+    first = members[0].diagnostic
+    keys = ", ".join(member.key or "?" for member in members)
+    fixable = [member for member in members if member.diagnostic.fix is not None]
+    fix, changes = None, dict[str, Any]()
+    for member in fixable:
+        changes.update(member.changes)
+    if fixable:
+        sample = fixable[0].diagnostic.fix
+        assert sample is not None
+        verb = sample.description.split()[0]
+        named = ", ".join(
+            member.diagnostic.fix.description.removeprefix(f"{verb} ")
+            for member in fixable
+            if member.diagnostic.fix is not None
+        )
+        edits = _edits(lint, fixable)
+        fix = replace(sample, description=f"{verb} {named}", edits=edits) if edits else None
+    severity = min((member.diagnostic.severity for member in members), key=_WEIGHT.index)
+    item = replace(first, message=words.format(count=len(members), keys=keys), severity=severity, fix=fix)
+    return replace(members[0], diagnostic=item, changes=changes if fix is not None else {})
+
+
+_WEIGHT = ("error", "warning", "info")
+
+
+def _edits(lint: LintContext, members: list[Finding]) -> tuple[Edit, ...] | None:
+    """Return the edits of all members together."""
+    edits = sorted(
+        (edit for member in members if member.diagnostic.fix for edit in member.diagnostic.fix.edits),
+        key=lambda edit: (edit.start, edit.end),
+    )
+    if all(before.end <= after.start for before, after in pairwise(edits)):
+        return tuple(edits)
+    # Neighbours at the end of a mapping share a comma or a newline: remove them one after another.
+    steps = Rewriter(lint.source, partial(parse_source, dialect=lint.dialect))
+    try:
+        for member in members:
+            key = member.key or ""
+            steps.drop(None if lint.root.get(key) is not None else "fsdp_config", key)
+    except NotEditableError:
+        return None
+    return edits_between(lint.source.text, steps.source.text)
+
+
+def withhold_refused(reading: Reading) -> Reading:
+    """Return a reading without the fixes whose result its program would refuse.
+
+    Safe fixes, which leave the run as it is, are tried together, and one by one where that fails.
+    """
+    offered = [index for index, item in enumerate(reading.diagnostics) if item.fix and item.fix.edits]
+    safe = [index for index in offered if reading.diagnostics[index].fix.safe]  # type: ignore[union-attr]
+    together = disjoint(reading, safe)
+    good = (
+        set(together) if len(together) > 1 and try_fixes(reading, together, trial=True) is not None else set()
+    )
+    good.update(
+        index
+        for index in offered
+        if index not in good and try_fixes(reading, [index], trial=True) is not None
+    )
+    refused = {index for index in offered if index not in good}
+    if not refused:
+        return reading
+    diagnostics = tuple(
+        replace(item, fix=None) if index in refused else item
+        for index, item in enumerate(reading.diagnostics)
+    )
+    changes = tuple({} if index in refused else item for index, item in enumerate(reading.changes))
+    return replace(reading, diagnostics=diagnostics, changes=changes)
+
+
+def key_of(item: Diagnostic) -> tuple[str, str]:
+    """Return what a finding is known by after other edits: its code and message."""
+    return item.code, item.message
+
+
+def disjoint(reading: Reading, candidates: list[int]) -> list[int]:
+    """Choose fixes whose edits do not touch; those left out come with the next pass."""
+    taken: list[tuple[int, int]] = []
+    chosen = []
+    for index in candidates:
+        fix = reading.diagnostics[index].fix
+        assert fix is not None
+        spans = [(edit.start, edit.end) for edit in fix.edits]
+        if all(end < start or stop < begin for begin, end in taken for start, stop in spans):
+            taken.extend(spans)
+            chosen.append(index)
+    return chosen
+
+
+def try_fixes(reading: Reading, group: list[int], *, trial: bool = False) -> Reading | None:
+    """Return the reading with a group of its fixes applied, or None where they do not hold."""
+    assert reading.source is not None
+    edits = [edit for index in group for edit in reading.diagnostics[index].fix.edits]  # type: ignore[union-attr]
+    try:
+        text = apply_edits(reading.source.text, edits)
+    except ValueError:
+        return None
+    if text == reading.source.text:
+        return None
+    again = read_again(reading, text, trial=trial)
+    if not _gone(reading, again, group):
+        return None
+    promised: dict[str, Any] = {}
+    for index in group:
+        promised.update(reading.changes[index])
+    return again if kept(reading, again, promised) else None
+
+
+def _gone(before: Reading, after: Reading, group: list[int]) -> bool:
+    """Whether each finding of a group is gone."""
+    left, had = Counter(map(key_of, after.diagnostics)), Counter(map(key_of, before.diagnostics))
+    taken = Counter(key_of(before.diagnostics[index]) for index in group)
+    return all(left[key] <= had[key] - count for key, count in taken.items())
+
+
+def kept(before: Reading, after: Reading, promised: Mapping[str, Any]) -> bool:
+    """Whether a changed file means exactly what was promised, and nothing else moved.
+
+    Args:
+        before, after: The file read before and after the edits.
+        promised: Settings with their new values; ``*`` allows a group of keys to begin to count (a
+            misspelt key, a switch), never to change one that counted already.
+    """
+    if after.dialect != before.dialect or _errors(after) - _errors(before):
+        return False
+    old, new = before.facts, after.facts
+    for key in (*COMMON, *DETAILS, *LEGACY):
+        was, now = old.get(key), new.get(key)
+        if _plain(was) == _plain(now):
+            continue
+        if key in promised and fulfils(promised[key], now):
+            continue
+        counted = any(setting.key == key and setting.line is not None for setting in before.effective)
+        if "*" in promised and not counted:
+            continue
+        return False
+    return True
+
+
+def _errors(reading: Reading) -> Counter[str]:
+    """Return how often each code is an error, with those that settings or a baseline hold back.
+
+    The file is read again without settings and baseline, so both sides must count them.
+    """
+    found = (*reading.diagnostics, *reading.suppressed)
+    return Counter(item.code for item in found if item.severity == "error")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def fulfils(promise: Any, now: Any) -> bool:
+    """A fix announces the canonical value, or the text whose canonical value the reader decides."""
+    if promise is None:
+        return now is None
+    if isinstance(promise, bool | int) and not isinstance(now, str):
+        return bool(promise == now)
+    return now is not None

@@ -1,4 +1,4 @@
-"""Recipes: one YAML format for a training run, read into :class:`fsdptool.records.recipe.Recipe`.
+"""Recipes: one YAML format for a training run, read into :class:`fsdptool.records.recipe.Recipe` and written.
 
 The format is the record: keys, types and choices come from the dataclasses' annotations, so that
 nothing can be in one and not in the other.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,14 +20,15 @@ from fsdptool.config.canonical import COMMON, LAUNCH
 from fsdptool.config.dialects import detect_dialect, sniff_dialect
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.recipe_constraints import contradictions, finite, out_of_range
 from fsdptool.errors import ConfigError
 from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.files.yaml_tree import parse_yaml
-from fsdptool.records.codec import from_json
-from fsdptool.records.recipe import DATA_OPTIONS, Data, Recipe
+from fsdptool.formatting import printable
+from fsdptool.records.checkpointing import read_selector
+from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.recipe import DATA_OPTIONS, MAX_LORA_RANK, Data, Method, Recipe
 
 _BLOCKS = {
     "fsdp_config": [item for item in FSDP_KEYS.items() if item[1] in COMMON[2:]],
@@ -356,4 +358,286 @@ def _name(hint: Any) -> str:
     return "a value"
 
 
-__all__ = ["OWNED_BY_YAML", "given_keys", "read_recipe"]
+_METHODS = ("lora", "distillation")
+"""Methods with a block of their own under ``method``."""
+
+
+def contradictions(root: Node) -> Iterator[tuple[Node, str, str]]:
+    """Yield where a recipe's keys contradict each other: the node, one line, and what to do.
+
+    Args:
+        root: A mapping whose keys and types were checked.
+    """
+    yield from _batch(root)
+    yield from _method(root)
+    yield from _evaluation(root)
+    yield from _checkpointing(root)
+
+
+def _batch(root: Node) -> Iterator[tuple[Node, str, str]]:
+    both = _entry(root, "batch", "accumulation"), _entry(root, "batch", "global_batch")
+    if both[0] is not None and both[1] is not None and both[1].node.value is not None:
+        yield (
+            both[1].key_node,
+            "batch.accumulation and batch.global_batch determine each other",
+            "keep one of the two",
+        )
+
+
+def _method(root: Node) -> Iterator[tuple[Node, str, str]]:
+    name = _value(root, "method", "name") or Method().name
+    for block in _METHODS:
+        settings = _entry(root, "method", block)
+        if settings is not None and settings.node.kind == "map" and name != block:
+            yield (
+                settings.key_node,
+                f"method.{block} is given, but method.name is {name}",
+                f"write `name: {block}`, or leave the block out",
+            )
+    distillation = _entry(root, "method", "distillation")
+    entry = root.get("method")
+    has_teacher = distillation is not None and distillation.node.kind == "map"
+    if name == "distillation" and entry is not None and not has_teacher:
+        yield (
+            entry.key_node,
+            "method distillation requires a teacher",
+            "name one: method.distillation.teacher.reference",
+        )
+
+
+def _evaluation(root: Node) -> Iterator[tuple[Node, str, str]]:
+    when = _entry(root, "evaluation", "every_steps")
+    if when is None or when.node.value is None:
+        return
+    own = _entry(root, "evaluation", "data")
+    has_data = own is not None and own.node.kind == "map"
+    if not (has_data or _value(root, "evaluation", "holdout") or _value(root, "evaluation", "samples")):
+        yield (
+            when.key_node,
+            "evaluation.every_steps is given without data to evaluate on",
+            "set evaluation.holdout to a share of the data, or give evaluation.data or evaluation.samples",
+        )
+
+
+def _checkpointing(root: Node) -> Iterator[tuple[Node, str, str]]:
+    policy = _entry(root, "sharding", "checkpointing")
+    if policy is None or policy.node.kind != "map":
+        return
+    mode, blocks = policy.node.get("mode"), policy.node.get("blocks")
+    per_block = mode is not None and mode.node.value == "per_block"
+    runs = blocks.node.items if blocks is not None else []
+    if per_block != bool(runs):
+        yield (
+            policy.key_node,
+            "sharding.checkpointing.blocks and mode per_block require each other",
+            "give both, or neither",
+        )
+    for node in (policy.node, *runs):
+        count, saved = node.get("count"), node.get("save_operators")
+        if count is not None and isinstance(count.node.value, int) and count.node.value < 1:
+            yield count.node, f"a run of {count.node.value} blocks is not possible", "give at least 1 block"
+        for item in saved.node.items if saved is not None else ():
+            try:
+                read_selector(str(item.value))
+            except ConfigError as error:
+                yield item, error.message, error.help or ""
+
+
+def _entry(root: Node, block: str, key: str) -> Entry | None:
+    entry = root.get(block)
+    return entry.node.get(key) if entry is not None and entry.node.kind == "map" else None
+
+
+def _value(root: Node, block: str, key: str) -> Any:
+    entry = _entry(root, block, key)
+    return entry.node.value if entry is not None else None
+
+
+_Range = tuple[str, Callable[[float], bool]]
+_ONE: _Range = ("at least 1", lambda number: number >= 1)
+_NONE: _Range = ("at least 0", lambda number: number >= 0)
+_ABOVE: _Range = ("above 0", lambda number: number > 0)
+_SHARE: _Range = ("at least 0 and below 1", lambda number: 0 <= number < 1)
+_RANK: _Range = (f"from 1 to {MAX_LORA_RANK}", lambda number: 1 <= number <= MAX_LORA_RANK)
+_RATIO: _Range = ("from 0 to 1", lambda number: 0 <= number <= 1)
+
+RANGES: dict[str, _Range] = {
+    # 0 would divide by zero, or never end, in the middle of a run.
+    "steps": _ONE,
+    "batch.micro_batch": _ONE,
+    "batch.accumulation": _ONE,
+    "batch.sequence_length": _ONE,
+    "batch.global_batch": _ONE,
+    "batch.height": _ONE,
+    "batch.width": _ONE,
+    "batch.frames": _ONE,
+    "checkpoints.every_steps": _ONE,
+    "checkpoints.keep_every": _ONE,
+    "checkpoints.keep_last": _ONE,
+    "evaluation.every_steps": _ONE,
+    "evaluation.batches": _ONE,
+    "method.lora.rank": _RANK,
+    "sharding.checkpointing.every_n": _ONE,
+    "sharding.reshard_after_forward": _ONE,
+    "tracking.log_every": _ONE,
+    "data.workers": _NONE,
+    "evaluation.samples": _NONE,
+    "optimizer.epsilon": _NONE,
+    "optimizer.learning_rate": _NONE,
+    "optimizer.weight_decay": _NONE,
+    "schedule.warmup_steps": _NONE,
+    "sharding.prefetch": _NONE,
+    "sharding.expert_parallel": _ONE,
+    "epochs": _ABOVE,
+    "method.distillation.temperature": _ABOVE,
+    "optimizer.clip_grad_norm": _ABOVE,
+    "ema.decay": _SHARE,
+    "evaluation.holdout": _SHARE,
+    "method.lora.dropout": _SHARE,
+    "optimizer.betas": _SHARE,
+    "optimizer.momentum": _SHARE,
+    "method.distillation.alpha": _RATIO,
+    "schedule.minimum_ratio": _RATIO,
+}
+"""Path in the recipe to what its number (or each of its numbers) must be."""
+
+
+def out_of_range(root: Node) -> Iterator[tuple[Node, str]]:
+    """Yield each number that no run can have, with one line that says so."""
+    for path, (words, good) in RANGES.items():
+        node: Node | None = root
+        for name in path.split("."):
+            entry = node.get(name) if node is not None and node.kind == "map" else None
+            node = entry.node if entry is not None else None
+        for item in () if node is None else node.items or [node]:
+            if isinstance(item.value, int | float) and not good(item.value):
+                yield item, f"{path} must be {words}, not {item.value}"
+
+
+def finite(value: float) -> bool:
+    """Whether a number is one that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+_ORDER = (
+    *("model", "method", "objective", "data", "batch", "steps", "epochs", "optimizer", "schedule"),
+    *("sharding", "checkpoints", "evaluation", "ema", "tracking", "seed", "on_nonfinite"),
+)
+_SHOWN = frozenset(
+    {
+        *("method.lora.rank", "method.lora.alpha", "data.source", "batch.micro_batch"),
+        *("optimizer.learning_rate",),
+    }
+)
+"""Values that a person looks for, written even where they are the defaults."""
+
+_COMMENTS: Mapping[str, str] = {
+    "model.reference": "family:flavour, Hugging Face id or folder",
+    "model.variant": "of the weights, as from_pretrained takes it: fp16",
+    "model.weights": "auto, pretrained or random",
+    "model.dtype": "dtype of the stored parameters",
+    "model.overrides": "replace values of the model's configuration",
+    "model.trust_remote_code": "also needs --trust-remote-code on the command line",
+    "method.lora.alpha": "adapters are scaled by alpha / rank",
+    "method.lora.base": "how the frozen weights are stored",
+    "method.lora.adapters": "sharded or replicated",
+    "data.text_column": "the column with the training text",
+    "data.tokenizer": "auto (the model's), bytes, a folder or a Hugging Face id",
+    "data.packing": "false: one sample per sequence, padded",
+    "data.assistant_only_loss": "learn only what the assistant says",
+    "batch.micro_batch": "samples per GPU in one forward pass",
+    "batch.sequence_length": "tokens per sample",
+    "batch.accumulation": "micro-batches per optimizer step",
+    "batch.global_batch": "samples per optimizer step, over all GPUs",
+    "steps": "optimizer steps",
+    "epochs": "passes over the data; or steps: N",
+    "schedule.warmup_steps": "steps until the learning rate is reached",
+    "sharding.checkpointing": "which activations are recomputed in backward",
+    "sharding.reduce_dtype": "dtype in which gradients are reduced",
+    "sharding.reshard_after_forward": "ranks that hold the gathered parameters between forward and backward",
+    "sharding.layout": "native or accelerate's FSDP units",
+    "checkpoints.every_steps": "the last step is always saved",
+    "evaluation.holdout": "share of the training data",
+    "ema.decay": "moving average of the trained parameters",
+}
+_YOURS = (
+    "  # Generated samples. For your own data, replace the line above, for example by",
+    "  # source: jsonl                # text, jsonl, parquet, dataset, images or latents (docs/data.md)",
+    "  # path: data/train.jsonl",
+)
+_COLUMN = 34
+
+
+def dump_recipe(recipe: Recipe, *, header: str = "") -> str:
+    """Return a recipe as YAML that :func:`fsdptool.config.recipe.read_recipe` reads back to an equal record.
+
+    Values that equal their defaults are left out, except those that every run decides.
+
+    Args:
+        recipe: What to write.
+        header: Comment for the top of the file.
+    """
+    head = [f"# {printable(line)}".rstrip() for line in header.splitlines()]
+    sections = []
+    fields = {field.name: field for field in dataclasses.fields(Recipe)}
+    for name in (*_ORDER, *(fields.keys() - set(_ORDER))):
+        lines = list(_lines(name, getattr(recipe, name), _default(fields[name]), name))
+        if name == "data" and recipe.data.source == "synthetic":
+            lines += _YOURS
+        if lines:
+            sections.append(lines)
+    text = "".join(f"{line}\n" for line in head)
+    for before, lines in zip([[], *sections], sections, strict=False):
+        # Single values stand together; a section stands apart.
+        apart = len(lines) > 1 or len(before) > 1
+        text += ("\n" if apart and before else "") + "\n".join(lines) + "\n"
+    return text
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return dataclasses.MISSING
+
+
+def _lines(name: str, value: Any, default: Any, path: str) -> Iterator[str]:
+    """Yield the lines of one key, unindented; none where it may be left out."""
+    if dataclasses.is_dataclass(value):
+        inner = [
+            f"  {line}"
+            for field in dataclasses.fields(value)
+            for line in _lines(
+                field.name, getattr(value, field.name), _inner_default(field, default), f"{path}.{field.name}"
+            )
+        ]
+        if inner:
+            yield _commented(f"{name}:", path)
+            yield from inner
+        elif value != default:
+            yield _commented(f"{name}: {{}}", path)
+    elif value != default or path in _SHOWN:
+        first, *rest = _yaml({name: to_json(value)})
+        yield _commented(first, path)
+        yield from rest
+
+
+def _inner_default(field: dataclasses.Field[Any], outer: Any) -> Any:
+    """Return the default of a field within a section: the section's own default decides, if it has one."""
+    return getattr(outer, field.name) if dataclasses.is_dataclass(outer) else _default(field)
+
+
+def _commented(line: str, path: str) -> str:
+    comment = _COMMENTS.get(path)
+    return f"{line:<{_COLUMN - 2 * path.count('.')}} # {comment}" if comment else line
+
+
+def _yaml(entry: Mapping[str, Any]) -> list[str]:
+    import yaml
+
+    text: str = yaml.safe_dump(dict(entry), sort_keys=False, allow_unicode=True, width=100)
+    return text.splitlines()

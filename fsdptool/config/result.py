@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.dialects.protocol import Consumer
+from fsdptool.config.programs import Consumer
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry
@@ -23,7 +23,34 @@ from fsdptool.records.sharding import FsdpSettings
 if TYPE_CHECKING:
     from fsdptool.config.command_lines import NamedFiles
     from fsdptool.config.dialects.protocol import Dialect
+    from fsdptool.config.rules.model import Hardware
+    from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.config_documents import CodeCount, ConsumerVersion, FileStatus, FileVerdict, Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a file is judged by, besides its text.
+
+    Attributes:
+        dialect: A dialect or its name; None recognises it by the content.
+        consumer: ``accelerate``, ``fsdptool``, ``trainer``, ...; None takes what the file says in a
+            ``# fsdptool: consumer=NAME`` comment, else the dialect's own program.
+        target: Version to judge for, ``accelerate==1.15``.
+        environment: Environment variables the program would inherit; by default none that matter.
+        model: The inspected model, for the rules of the family ``model``.
+        hardware: GPUs and hosts, for the rules of the family ``hardware``.
+        files: Where the files that a command line names are looked for; None: in the working directory,
+            else beside the file that holds the line.
+    """
+
+    dialect: str | Dialect | None = None
+    consumer: str | None = None
+    target: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    model: Anatomy | None = None
+    hardware: Hardware | None = None
+    files: NamedFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +65,9 @@ class Reading:
         ignored: What was written and does nothing.
         dialect: Name of the dialect, or None when it was not recognised; ``written_in`` is the dialect.
         consumer: Who the file was judged for.
+        conditions: What else it was judged by.
         version: FSDP version the consumer would run, or None if it would not run FSDP.
         changes: Per diagnostic (same index): settings its fix changes, by key.
-        files: Where the files that it names are looked for; None: in the usual places.
         named: The files that it names and that were read.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
         used: Entries of the document that settings were read from.
@@ -53,6 +80,7 @@ class Reading:
     ignored: tuple[IgnoredKey, ...] = field(repr=False)
     dialect: str | None
     consumer: Consumer
+    conditions: Conditions = field(repr=False)
     version: int | None = None
     path: str | None = None
     source: SourceText | None = field(default=None, repr=False)
@@ -63,7 +91,6 @@ class Reading:
     written_in: Dialect | None = field(default=None, repr=False)
     used: tuple[Entry, ...] = field(default=(), repr=False)
     dtypes: EffectiveDtypes | None = None
-    files: NamedFiles | None = field(default=None, repr=False)
     named: tuple[str, ...] = ()
 
     @property
@@ -155,24 +182,6 @@ class Verdict:
     def exit_code(self, *, strict: bool = False) -> int:
         """Return 1 for an error (or a warning under ``strict``), else 0."""
         return int(ExitCode.FINDINGS if self.errors or (strict and self.warnings) else ExitCode.CLEAN)
-
-    def html(self) -> str:
-        """Return the findings as a page, file by file."""
-        from fsdptool.report.page.findings import verdict_page
-
-        return verdict_page(self.readings)
-
-    def __repr__(self) -> str:
-        """Return the number of findings and the most severe ones, in a few lines."""
-        from fsdptool.report.summaries import verdict_lines
-
-        return "\n".join(verdict_lines(self.readings))
-
-    def _repr_html_(self) -> str:
-        """Return the page in a frame of its own."""
-        from fsdptool.report.page.parts import frame
-
-        return frame("fsdptool validate", self.html(), height=420)
 
     def document(self) -> dict[str, Any]:
         """Return the document of schema ``validate``."""

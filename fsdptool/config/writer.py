@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdptool.config.dialects import accelerate, load_registry
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
-from fsdptool.config.dialects.protocol import Dialect
-from fsdptool.config.fsdp1 import NotEditableError, Rewriter
+from fsdptool.config.dialects.protocol import Dialect, parse_source
+from fsdptool.config.edits import NotEditableError, Rewriter
 from fsdptool.config.reader import read_settings
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
@@ -128,7 +129,7 @@ def merge_into(path: str | Path | SourceText, settings: FsdpSettings) -> Merged:
     block = wanted.pop("fsdp_config")
     mesh = wanted.pop("parallelism_config", {})
     try:
-        steps = Rewriter(source, load_registry().get("accelerate"))
+        steps = Rewriter(source, partial(parse_source, dialect=load_registry().get("accelerate")))
         _single_keys(steps)
         for key, value in wanted.items():
             # The two are the person's own, and nothing a plan decides.

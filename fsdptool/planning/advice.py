@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import roomy
-from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.lengths import LengthsReplay
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fsdptool.planning.estimator import Estimator
 
 
 def advise(

@@ -18,7 +18,7 @@ from fsdptool.records.plan import NotPlanned, PlanInputs, TrainingLoop, UnreadKe
 from fsdptool.records.sharding import Loading
 
 if TYPE_CHECKING:
-    from fsdptool.config.dialects.protocol import ProgramLoop
+    from fsdptool.config.programs import ProgramLoop
     from fsdptool.config.result import Reading
 
 OWN = "fsdptool"
@@ -49,7 +49,7 @@ def follow(options: Options, reading: Reading | None) -> Followed:
         options: As given.
         reading: Of the configuration file, if there is one.
     """
-    from fsdptool.config.dialects.protocol import known_programs
+    from fsdptool.config.dialects import known_programs
 
     program = _program(options, reading)
     known = known_programs().get(program)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fsdptool.errors import PlanError
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.hardware import expands
 from fsdptool.planning.overlap import StepTime, network_bandwidth
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
 from fsdptool.planning.reserved_peaks import ReservedPeaks
@@ -142,7 +143,16 @@ def plan_pipeline(
         ),
     )
     verdict = check_fit(footprint, point, cluster, machine)
-    candidate = assemble("requested", point, cluster, footprint, verdict, timing, machine)
+    candidate = assemble(
+        "requested",
+        point,
+        cluster,
+        footprint,
+        verdict,
+        timing,
+        machine,
+        expandable=expands(cluster, estimator.loop),
+    )
     candidate = replace(candidate, seconds=parts_of_step, step_flops=whole.step_flops)
     if whole.peak_flops and whole.step_flops and timing is not None:
         mfu = whole.step_flops / (cluster.world_size * timing.step.seconds * whole.peak_flops)

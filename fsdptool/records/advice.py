@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsdptool.records.schema import Count
+from fsdptool.records.keywords import Count
 
 
 class ShortfallKind(StrEnum):

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, Literal
 
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.schema import Count, Share
+from fsdptool.records.keywords import Count, Share
 
 WrapReason = Literal[
     # Chosen.

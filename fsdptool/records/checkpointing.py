@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.schema import Positive
+from fsdptool.records.keywords import Positive
 from fsdptool.records.sharding import CheckpointingMode
 
 OPERATOR_CLASSES: Mapping[str, tuple[str, ...]] = {

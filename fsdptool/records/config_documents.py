@@ -15,8 +15,8 @@ from fsdptool.records.diagnostic import (
     Safety,
     Severity,
 )
+from fsdptool.records.keywords import Count, Digest, Keywords, Positive
 from fsdptool.records.recipe import Layout
-from fsdptool.records.schema import Count, Digest, Keywords, Positive
 from fsdptool.records.sharding import FsdpSettings
 
 FileStatus = Literal["ok", "fixable", "error"]

@@ -8,8 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from fsdptool.records.diagnostic import Rule
+from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.run import RunView
-from fsdptool.records.schema import Count, Positive
 
 
 class Cause(StrEnum):

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, Generic, Literal, TypeVar
 
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.schema import Count, Digest, Positive
+from fsdptool.records.keywords import Count, Digest, Positive
 
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", "none"]
@@ -93,6 +93,22 @@ _FAMILIES: dict[str, RuleFamily] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A file in which a rule finds something, and one in which it does not.
+
+    Attributes:
+        fails, passes: Their texts.
+        options: Options of ``fsdptool validate`` for both.
+        passing: Those for the second one, where they differ.
+    """
+
+    fails: str
+    passes: str
+    options: str = ""
+    passing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One rule: what ``fsdptool rule CODE`` prints and ``docs/rules.md`` is generated from.
 
@@ -103,6 +119,7 @@ class Rule:
         why: What really happens, with the version it was seen in.
         fix: What to do, and what ``--fix`` does if it can.
         safety: ``safe`` (applied by ``--fix``), ``unsafe`` (``--unsafe-fixes``) or ``none``.
+        example: For rules on configuration files; None where no text of a file can show it.
     """
 
     code: str
@@ -111,6 +128,7 @@ class Rule:
     why: str
     fix: str
     safety: Safety = "none"
+    example: Example | None = None
 
     @property
     def family(self) -> RuleFamily:

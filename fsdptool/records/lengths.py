@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated
 
+from fsdptool.records.keywords import Count, Keywords, Positive
 from fsdptool.records.recipe import Padding
-from fsdptool.records.schema import Count, Keywords, Positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdptool.records.command_documents import Probe
+from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.run import DeviceType
-from fsdptool.records.schema import Count, Positive
 
 MEASURED = "measured.json"
 """What the processes write into their folder."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.schema import Positive
+from fsdptool.records.keywords import Positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from fsdptool.records.advice import Shortfall, Suggestion
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.keywords import Count, Keywords, Positive
 from fsdptool.records.lengths import LengthsReplay, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.schema import Count, Keywords, Positive
 from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.recipe import Layout
-from fsdptool.records.schema import Count, Positive
 
 
 class DifferenceKind(StrEnum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.schema import Keywords
+from fsdptool.records.keywords import Keywords
 from fsdptool.records.sharding import Grouping
 
 Layout = Literal["native", "accelerate"]

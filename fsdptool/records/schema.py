@@ -15,21 +15,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from fsdptool.records.codec import key_of, to_json
 
 
-class Keywords:
-    """What a type cannot say, in JSON Schema's own words: ``Annotated[int, Keywords(minimum=1)]``."""
-
-    def __init__(self, **keywords: Any) -> None:
-        self.keywords = keywords
-
-
-Count = Annotated[int, Keywords(minimum=0)]
-Positive = Annotated[int, Keywords(minimum=1)]
-Share = Annotated[float, Keywords(minimum=0, maximum=1.0000001)]
-"""A fraction of a total; sums of rounded terms may exceed 1 by their last digit."""
-Digest = Annotated[str, Keywords(pattern="^sha256:[0-9a-f]{64}$")]
-Text = Annotated[str, Keywords(minLength=1)]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentFormat:
     """How one kind of document is described.
@@ -60,7 +45,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "emit-config": DocumentFormat("config_documents.EmittedConfig", "Emitted configuration"),
     "explain": DocumentFormat("config_documents.Explanation", "Explanation"),
     "export": DocumentFormat("command_documents.ExportReport", "Export"),
-    "families": DocumentFormat("command_documents.FamilyList", "Families"),
+    "families": DocumentFormat("family_documents.FamilyList", "Families"),
     "gpus": DocumentFormat("cluster.GpuFile", "GPU catalogue", "input", envelope=False),
     "init": DocumentFormat("command_documents.StarterReport", "Starter files"),
     "launch": DocumentFormat("command_documents.LaunchLines", "Launch"),

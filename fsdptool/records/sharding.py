@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdptool.records.anatomy import Parameter
+from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.schema import Count, Positive
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 WrapPolicy = Literal["transformer", "size", "none"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable
 from itertools import groupby
@@ -47,10 +48,12 @@ def render_list(rules: Iterable[Rule]) -> str:
 
 
 def rules_page(rules: Iterable[Rule]) -> str:
-    """Return ``docs/rules.md``; a test holds the page against the table."""
+    """Return ``docs/rules.md``, which ``fsdptool rule --write`` writes."""
     parts = [
         "# Rules\n\n"
-        "Generated from the tables of rules; `fsdptool rule CODE` prints the same. Codes that begin with "
+        "Generated from the tables of rules with `fsdptool rule --write docs/rules.md`; `fsdptool rule CODE` "
+        "prints one rule. In an example, the lines with a minus cause the finding; with those that have a "
+        "plus instead, the rule finds nothing. Codes that begin with "
         "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
         "one there, on a separate line in the whole file. DET codes come from commands that "
         "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache, RUN from `diagnose`. "
@@ -61,9 +64,23 @@ def rules_page(rules: Iterable[Rule]) -> str:
         for rule in members:
             parts.append(
                 f"\n### {rule.code}: {rule.title}\n\n*{rule.severity}; fix: {_SAFETY[rule.safety]}*\n\n"
-                f"{rule.why}\n\n**What to do.** {rule.fix}\n"
+                f"{rule.why}\n\n**What to do.** {rule.fix}\n{_example(rule)}"
             )
     return "".join(parts)
+
+
+def _example(rule: Rule) -> str:
+    """Return what changes a file with the finding into one without it."""
+    if rule.example is None:
+        return ""
+    shown, passing = rule.example, rule.example.passing
+    texts = ((shown.fails, shown.options), (shown.passes, shown.options if passing is None else passing))
+    before, after = (
+        [*([f"# fsdptool validate {options} FILE"] if options else []), *text.splitlines()]
+        for text, options in texts
+    )
+    lines = list(difflib.unified_diff(before, after, n=len(before), lineterm=""))[3:]
+    return "\n```diff\n" + "".join(f"{line}\n" for line in lines) + "```\n"
 
 
 def signatures_table(signatures: Iterable[Signature]) -> str:

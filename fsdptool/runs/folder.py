@@ -20,7 +20,7 @@ import secrets
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files import values
@@ -28,10 +28,12 @@ from fsdptool.files.text import UnreadableError, exists
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import envelope, library_versions, tool_version
-from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Start
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
+
+if TYPE_CHECKING:
+    from fsdptool.records.plan import Candidate
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -105,6 +107,8 @@ def read_prediction(folder: Path) -> Candidate | None:
     """Return what the plan said of this run, or None if nothing could be derived."""
     path = folder / PREDICTION
     raw = read_json(path) if exists(path) else None
+    from fsdptool.records.plan import Candidate
+
     return None if raw is None else from_json(Candidate, raw, where=PREDICTION)
 
 

@@ -11,7 +11,7 @@ from fsdptool.api.validate import Linter, as_found
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.lint_settings import LintSettings
 from fsdptool.config.reader import judged_or_failed
-from fsdptool.config.result import Reading
+from fsdptool.config.result import Conditions, Reading
 from fsdptool.config.shell import sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError, decode, is_folder, read_bytes
@@ -141,10 +141,5 @@ def _read(
     source: SourceText | Path, given: tuple[tuple[str, str], ...], files: NamedFiles | None = None
 ) -> Reading:
     judged = dict(given)
-    return judged_or_failed(
-        source,
-        dialect=judged.get("dialect"),
-        consumer=judged.get("consumer"),
-        target=judged.get("target"),
-        files=files,
-    )
+    dialect, consumer, target = (judged.get(key) for key in ("dialect", "consumer", "target"))
+    return judged_or_failed(source, Conditions(dialect, consumer, target, files=files))

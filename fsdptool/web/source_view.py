@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlencode
 
+from fsdptool.config.lint_settings import selector_of
 from fsdptool.config.result import Reading
 from fsdptool.config.rules import RULES
-from fsdptool.config.selection import selector_of
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, Severity

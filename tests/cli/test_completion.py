@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdptool.cli import completion
-from fsdptool.cli.app import COMPLETION_VARIABLE, run
+from fsdptool.cli.app import run
+from fsdptool.cli.completion import VARIABLE
 from fsdptool.cli.rule import all_rules
 
 
@@ -18,7 +19,7 @@ def environment(line: str) -> dict[str, str]:
     """Return what bash sets for a line, the cursor at its end: it splits ``llama3:8`` and ``--gpu=L4``."""
     words = line.replace(":", " : ").replace("=", " = ").split(" ")
     return {
-        COMPLETION_VARIABLE: "complete_bash",
+        VARIABLE: "complete_bash",
         "COMP_WORDS": " ".join(words),
         "COMP_CWORD": str(len(words) - 1),
     }
@@ -77,7 +78,7 @@ def test_zsh_and_fish(
     shell: str, line: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both replace the whole word, and show what a command does."""
-    monkeypatch.setenv(COMPLETION_VARIABLE, f"complete_{shell}")
+    monkeypatch.setenv(VARIABLE, f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     assert run([]) == 0
@@ -88,7 +89,7 @@ def test_descriptions_stay_on_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fish takes every line for a value."""
-    monkeypatch.setenv(COMPLETION_VARIABLE, "complete_fish")
+    monkeypatch.setenv(VARIABLE, "complete_fish")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     for line, begin in (("fsdptool ", ""), ("fsdptool train --", "--"), ("fsdptool plan --", "--")):
         monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)

@@ -13,10 +13,9 @@ import pytest
 
 import fsdptool.config.dialects as dialects
 from fsdptool.config import read_settings
-from fsdptool.config.context import LintContext
 from fsdptool.config.dialects import Registry, load_registry
 from fsdptool.config.dialects.accelerate import Accelerate
-from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node
 from fsdptool.records.diagnostic import IgnoredKey

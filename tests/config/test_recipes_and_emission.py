@@ -18,9 +18,7 @@ from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fixes import repair
-from fsdptool.config.recipe import _OTHER_NAMES, read_recipe
-from fsdptool.config.recipe_constraints import RANGES
-from fsdptool.config.recipe_writer import dump_recipe
+from fsdptool.config.recipe import _OTHER_NAMES, RANGES, dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.inspection import inspect
@@ -231,7 +229,7 @@ def test_settings_against_a_model(tmp_path: Path) -> None:
         text = good.read_text().replace("LlamaDecoderLayer", name)
         reading = read_settings(text, model=anatomy)
         assert code in {item.code for item in reading.diagnostics}, name
-        fixed = repair(reading, unsafe=True, model=anatomy)
+        fixed = repair(reading, unsafe=True)
         assert fixed.reading.facts["wrap_classes"] == ("LlamaDecoderLayer",), name
     small = (
         good.read_text()

@@ -13,9 +13,9 @@ from test_rules_against_accelerate import GOOD
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.dialects.protocol import PROGRAMS
 from fsdptool.config.fixes import repair
 from fsdptool.config.migrate import migrate_file
+from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
@@ -76,7 +76,7 @@ def test_a_target_is_a_version_of_one_program() -> None:
 def test_a_fix_is_judged_for_the_same_version() -> None:
     noted = "# fsdptool: consumer=fsdptool\n" + GOOD.replace("num_processes: 8", "num_processes: '8'")
     reading = read_settings(noted, target="accelerate==1.12")
-    fixed = repair(reading, target="accelerate==1.12")
+    fixed = repair(reading)
     assert fixed.applied and fixed.reading.consumer == reading.consumer
 
 
@@ -197,3 +197,26 @@ def test_an_empty_folder_is_said(folder: Path, capsys: pytest.CaptureFixture[str
     assert run(["validate", "empty"]) == 2
     assert run(["validate", "configs", "empty"]) == 2
     assert capsys.readouterr().err.count("there is no YAML, JSON or TOML file in empty") == 2
+
+
+def test_a_fix_is_tried_under_the_conditions_of_its_reading() -> None:
+    """A variable decides a setting that the file does not write, before a fix and after it."""
+    text = (
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_use_orig_params: true\n  fsdp_cpu_ram_efficient_loading: false\nmixed_precision: bf16\n"
+    )
+    reading = read_settings(text, environment={"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"})
+    fixed = repair(reading)
+    assert [item.code for item in fixed.applied] == ["FSD302"]
+    assert reading.facts["state_dict_type"] == fixed.reading.facts["state_dict_type"] == "full"
+
+
+@pytest.mark.parametrize("key", ["use_orig_params", "sync_module_states"])
+def test_axolotl_reads_booleans_of_fsdp1_under_both_versions(key: str) -> None:
+    """Its schema judges them under version 2 as well, and drops the other keys of FSDP1."""
+    for version in (1, 2):
+        text = f"base_model: m\ndatasets: []\nfsdp_version: {version}\nfsdp_config:\n  {key}: maybe\n"
+        found = {item.code: item.message for item in read_settings(text).diagnostics}
+        assert key in found["FSD206"], version
+        dropped = read_settings(text.replace(f"{key}: maybe", "limit_all_gathers: true"))
+        assert {1: "FSD202", 2: "FSD302"}[version] in {item.code for item in dropped.diagnostics}

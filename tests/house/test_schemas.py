@@ -12,8 +12,9 @@ import pytest
 
 from fsdptool.cli.schema import write_schemas
 from fsdptool.records import schema
+from fsdptool.records.keywords import Keywords
 from fsdptool.records.run import Metrics
-from fsdptool.records.schema import FORMATS, DocumentFormat, Keywords, generate
+from fsdptool.records.schema import FORMATS, DocumentFormat, generate
 
 COMMITTED = Path(__file__).parents[2] / "schemas"
 

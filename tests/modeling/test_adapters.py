@@ -282,8 +282,7 @@ def test_magnitudes_of_a_quantised_base_are_refused() -> None:
 
 
 def test_recipes_and_emitted_recipes_hold_every_setting(tmp_path: Path) -> None:
-    from fsdptool.config.recipe import read_recipe
-    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.recipe import dump_recipe, read_recipe
 
     lora = Lora(
         targets=r".*\.q_proj",

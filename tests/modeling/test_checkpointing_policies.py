@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptool.config.recipe import read_recipe
-from fsdptool.config.recipe_writer import dump_recipe
+from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.records.checkpointing import (

@@ -13,12 +13,10 @@ from importlib import metadata
 from typing import Any
 
 from fsdptool.config.dialects.protocol import API_VERSION, Dialect
+from fsdptool.config.programs import PROGRAMS, Consumer, Program, installed_version
 from fsdptool.errors import ConfigError
 from fsdptool.families.loading import load_bounded
-from fsdptool.files.json_tree import parse_json_source
-from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Document, Node, to_python
-from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.files.tree import Node, to_python
 
 GROUP = "fsdptool.dialects"
 CERTAIN = 0.9
@@ -156,22 +154,6 @@ def sniff_dialect(text: str) -> Dialect | None:
     return None
 
 
-def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
-    """Return the tree of a text: by its dialect, else by the file's name.
-
-    Raises:
-        ParseError: The text cannot be parsed.
-    """
-    document = dialect.parse(source) if dialect is not None else None
-    if document is not None:
-        return document
-    return (
-        parse_json_source(source)
-        if (source.path or "").lower().endswith(".json")
-        else parse_yaml(source.text)
-    )
-
-
 def detect_dialect(root: Node) -> tuple[Dialect | None, tuple[str, str] | None]:
     """Return the dialect of a mapping, or None and a refusal ``(code, message)`` that names the format."""
     if _is_xla(root):
@@ -253,3 +235,97 @@ def _nested(root: Node) -> str | None:
         ):
             return f"a file whose FSDP settings are nested under {entry.key}"
     return None
+
+
+def known_programs() -> dict[str, Program]:
+    """Return every program by name: those above, and what installed dialects bring."""
+    brought = (program for dialect in load_registry().all() for program in dialect.programs)
+    return {program.name: program for program in brought} | PROGRAMS
+
+
+def resolve_consumer(
+    name: str | None,
+    target: str | None,
+    natural: str,
+    *,
+    noted: str | None = None,
+    programs: Iterable[Program] = (),
+) -> Consumer:
+    """Return the consumer a file is judged for.
+
+    Args:
+        name: ``--consumer``, or None.
+        target: ``--target``, ``accelerate==1.15`` or a bare version; behind commas, the versions of packages
+            that run beside it (``accelerate==1.12,transformers==5.0``).
+        natural: The consumer of the file's dialect, which counts where nobody says otherwise.
+        noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
+            program is then not about this file.
+        programs: Programs that the file's dialect brings.
+
+    Raises:
+        ConfigError: The consumer is unknown, the target is malformed or names an unknown program, or
+            name and target are two programs.
+    """
+    chosen = name or noted or natural
+    brought = {program.name: program for program in programs}
+    program = brought.get(chosen) or PROGRAMS.get(chosen) or known_programs().get(chosen)
+    if program is None:
+        raise ConfigError(
+            f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
+        )
+    first, *others = target.split(",") if target is not None else [None]
+    package, version = _target(first)
+    beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, "torch") for item in others))
+    if package is not None and package != program.package:
+        if name is not None:
+            raise ConfigError(
+                f"--consumer {name} and --target {target} name different programs",
+                help=f"give --target {program.package}==VERSION, or leave one of the two out",
+            )
+        if noted is not None:
+            version = None
+        else:
+            program = _of_package(package) or program
+    if version is None:
+        version = program.assumed or installed_version(program.package) or program.checked or "0"
+    checked = program.checked is None or _same_minor(version, program.checked)
+    return Consumer(program.name, version, checked, beside)
+
+
+def _target(target: str | None, *further: str) -> tuple[str | None, str | None]:
+    """Split ``--target`` into a package (None for a bare version) and a version.
+
+    Args:
+        target: What was given, or None.
+        further: Packages that may be named besides those of programs.
+    """
+    if target is None:
+        return None, None
+    package, equals, version = target.partition("==")
+    if not equals:
+        package, version = "", package
+    package = package.strip().lower()
+    version = version.strip()
+    if not version or not version[0].isdecimal():
+        raise ConfigError(
+            f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
+        )
+    if package and package not in further and _of_package(package) is None:
+        packages = dict.fromkeys((*(program.package for program in known_programs().values()), *further))
+        raise ConfigError(
+            f"--target {target!r} does not name a known program", help=f"choose one of: {', '.join(packages)}"
+        )
+    return package or None, version
+
+
+def _of_package(package: str) -> Program | None:
+    """Return the first program of a package: for transformers that is the Trainer."""
+    for programs in (PROGRAMS, known_programs()):
+        for program in programs.values():
+            if program.package == package:
+                return program
+    return None
+
+
+def _same_minor(version: str, checked: str) -> bool:
+    return version.split(".")[:2] == checked.split(".")[:2]

@@ -6,16 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import LAUNCH, LEGACY_DEFAULTS, MESH, WRITTEN, check_expressible
-from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, IN_PYTHON, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import (
     read_details,
     read_rotation,
     report_size,
 )
-from fsdptool.config.dialects.accelerate.reader import read_plugin
-from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.config.shell import is_variable, parse_environment, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
@@ -23,7 +21,7 @@ from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
     from fsdptool.records.sharding import FsdpSettings
@@ -110,7 +108,7 @@ def _boolean(lint: LintContext, key: str, name: str, entry: Entry | None) -> Non
     if entry is None:
         lint.set(name, False)
     else:
-        values.read_boolean(lint, key, name, entry)
+        plugin.read_boolean(lint, key, name, entry)
 
 
 def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
@@ -122,7 +120,7 @@ def _sizes(lint: LintContext, chosen: dict[str, Entry], active: bool) -> None:
         if not active:
             lint.ignore(entry, "ACCELERATE_USE_PARALLELISM_CONFIG is not true")
             continue
-        size = values.whole(entry.node.value)
+        size = plugin.whole(entry.node.value)
         if size is not None and size >= 1:
             lint.set(name, size, entry=entry)
         else:
@@ -175,7 +173,7 @@ class Environment(Dialect):
             lint.ignore(chosen.pop(key), "a variable of the shell: its value is not known here")
 
         def on(key: str) -> bool:
-            return key in chosen and bool(values.word_of_truth(chosen[key].node.value))
+            return key in chosen and bool(plugin.word_of_truth(chosen[key].node.value))
 
         if on("ACCELERATE_USE_DEEPSPEED") and on("ACCELERATE_USE_FSDP"):
             lint.report(
@@ -193,7 +191,7 @@ class Environment(Dialect):
                 help="set ACCELERATE_USE_FSDP=true, or launch with an accelerate file",
             )
         by_name = {name: chosen[key] for key, name in KEYS.items() if key in chosen}
-        read_plugin(lint, by_name, lint.root, _default)
+        plugin.read_plugin(lint, by_name, lint.root, _default)
         _precision(lint, by_name.get("mixed_precision"))
         for name in ("use_cpu", "debug"):
             _boolean(lint, lint.name(name), name, by_name.get(name))

@@ -7,22 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import MESH, STRATEGY_NAMES, WRITTEN, check_expressible
-from fsdptool.config.context import LintContext
-from fsdptool.config.dialects import accelerate
-from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects import accelerate, simpletuner
+from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.accelerate.keys import DETAILS, FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.accelerate.launch import read_details, read_rotation, read_top, report_size
-from fsdptool.config.dialects.accelerate.reader import read_plugin
-from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
-from fsdptool.config.dialects.simpletuner import reader as simpletuner
 from fsdptool.config.shell import is_variable, parse_flags, sniff
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, effective_entries
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
     from fsdptool.records.sharding import FsdpSettings
@@ -86,8 +83,8 @@ def read_accelerate(lint: LintContext) -> None:
                 severity="warning",
                 help="add --use_fsdp",
             )
-    read_plugin(
-        lint, {name: chosen[key] for key, name in _FSDP.items() if key in chosen}, lint.root, values.default
+    plugin.read_plugin(
+        lint, {name: chosen[key] for key, name in _FSDP.items() if key in chosen}, lint.root, plugin.default
     )
     for key, default in _LAUNCH.items():
         entry = chosen.get(key)
@@ -158,7 +155,7 @@ def _meant(key: str, entry: Entry, chosen: dict[str, Entry]) -> str | None:
 
 
 _OWN_VALUES = {
-    "fsdp_auto_wrap_policy": frozenset(values.POLICIES),
+    "fsdp_auto_wrap_policy": frozenset(plugin.POLICIES),
     "fsdp_state_dict_type": frozenset(WRITTEN["state_dict_type"].values()),
     "fsdp_sharding_strategy": frozenset(STRATEGY_NAMES),
     "fsdp_backward_prefetch": frozenset({"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"}),
@@ -201,7 +198,7 @@ def _parsed(lint: LintContext, key: str, entry: Entry) -> Entry | None:
         meant: Any = spelling.choice(value, spelling.PRECISIONS)
         meant = meant if key == "mixed_precision" else str(spelling.integer(value))
         meant = meant if meant in _CHOICES[key] else None
-    elif key in _WHOLE and values.whole(value) is None:
+    elif key in _WHOLE and plugin.whole(value) is None:
         code, must = _CODES.get(key, "FSD205"), "be a whole number"
         meant = spelling.integer(value)
     else:
@@ -245,8 +242,6 @@ class Flags(Dialect):
 
     def read(self, lint: LintContext) -> None:
         """Read the flags into facts."""
-        from fsdptool.config.dialects.simpletuner import reader as simpletuner
-
         if lint.consumer.name == "simpletuner":
             lint.migration_refusal = "change the command line to --fsdp_version 2 by hand"
         if self.consumer_of(lint.root) == "simpletuner":

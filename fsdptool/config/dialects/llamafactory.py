@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from fsdptool import spelling
 from fsdptool.config.canonical import MESH
-from fsdptool.config.dialects.trainer import KEYS, Trainer, mapping
+from fsdptool.config.dialects.trainer import KEYS, Trainer, mapping, read_arguments, read_config
 from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.records.sharding import FsdpSettings
 
 _OWN = frozenset(
@@ -40,8 +40,6 @@ class LlamaFactory(Trainer):
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
-        from fsdptool.config.dialects.trainer import reader as trainer
-
         lint.names = {canonical: key for key, canonical in KEYS.items()}
         dist = lint.root.get("dist_config")
         if dist is not None and dist.node.kind == "map":
@@ -59,9 +57,9 @@ class LlamaFactory(Trainer):
             )
             lint.report("FSD113", f"the file does not configure FSDP: {why}")
             return
-        block = trainer.read_arguments(lint)
+        block = read_arguments(lint)
         if lint.configures_fsdp:
-            trainer.read_config(lint, block)
+            read_config(lint, block)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the FSDP part of a file, in YAML.

@@ -1,26 +1,27 @@
-"""What a dialect must offer, and who reads its files. Authors subclass :class:`Dialect` (docs/config.md)."""
+"""What a dialect must offer, and the reading that it takes part in: facts with origins, findings with fixes.
+
+Authors subclass :class:`Dialect` (docs/config.md).
+"""
 
 from __future__ import annotations
 
-import sys
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fsdptool.errors import ConfigError
+from fsdptool.config.edits import Editor, NotEditableError, Rewriter
+from fsdptool.config.programs import Consumer, Program
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import Document, Entry, Node
+from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveDtypes, Fix, IgnoredKey, Rule, Severity
+from fsdptool.records.sharding import FsdpSettings
 
-if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
-    from fsdptool.config.fsdp1 import Rewriter, Target
-    from fsdptool.files.text import SourceText
-    from fsdptool.files.tree import Document, Node
-    from fsdptool.records.diagnostic import EffectiveDtypes
-    from fsdptool.records.plan import NotPlanned
-    from fsdptool.records.recipe import GradientAccumulation, Layout
-    from fsdptool.records.sharding import FsdpSettings
+__all__ = [
+    "API_VERSION", "Dialect", "Fact", "Finding", "LintContext", "Program", "Rewriter", "Target",
+    "parse_source",
+]  # fmt: skip
 
 API_VERSION = 1
 
@@ -95,8 +96,6 @@ class Dialect(ABC):
 
         Called after :meth:`read`. By default they follow ``mixed_precision`` as accelerate has it.
         """
-        from fsdptool.config.dtypes import consumer_dtypes
-
         return consumer_dtypes(lint)
 
     def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> Mapping[str, Any]:
@@ -105,253 +104,384 @@ class Dialect(ABC):
         Raises:
             NotEditableError: The form of the text does not allow it.
         """
-        from fsdptool.config.fsdp1 import NotEditableError
-
         raise NotEditableError(f"{self.name} files are not migrated in place")
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramLoop:
-    """What the training loop of a program does in a step, as far as its memory depends on it.
-
-    Attributes:
-        layout: Whose FSDP units and dtypes it has (docs/layouts.md).
-        gradients: How it accumulates gradients.
-        loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
-        loss_in_forward: Whether the model's own forward computes the loss (``labels=``).
-        marks_last: Whether it calls ``set_is_last_backward``.
-        outside_in_root: Whether embedding and head belong to the root, in the native layout.
-        not_planned: What a plan of it leaves out.
-        source: Where this can be read.
-    """
-
-    layout: Layout
-    gradients: GradientAccumulation
-    loss: Literal["whole", "chunked"]
-    loss_in_forward: bool
-    source: str
-    marks_last: bool = False
-    outside_in_root: bool = False
-    not_planned: tuple[NotPlanned, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A program that reads configuration files.
-
-    Attributes:
-        name: What ``--consumer`` calls it.
-        title: What it is, for people.
-        package: Distribution whose version counts and which ``--target PACKAGE==VERSION`` names.
-        assumed: Version to judge for where the program need not be installed here; None: the installed one.
-        checked: Version that the rules were checked against by running it, or None.
-        loop: What its training loop does, where that differs from ``fsdptool train``; None: not known.
-    """
-
-    name: str
-    title: str
-    package: str
-    assumed: str | None = None
-    checked: str | None = None
-    loop: ProgramLoop | None = None
-
-
-ACCELERATE_LOOP = ProgramLoop(
-    layout="accelerate",
-    gradients="unsharded",
-    loss="whole",
-    loss_in_forward=True,
-    source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py",
-    not_planned=("autocast", "outputs", "stored_dtype", "encoders"),
-)
-"""A loop that prepares its model with accelerate, accumulates with it and gives the model its labels."""
-
-TRAINER_LOOP = replace(
-    ACCELERATE_LOOP,
-    source="transformers 5.23 trainer.py (no_sync but for the last micro-batch; compute_loss drops outputs)",
-    not_planned=("autocast", "fused_loss", "stored_dtype"),
-)
-"""transformers' Trainer, and the programs that are built on it."""
-
-
-PROGRAMS = {
-    program.name: program
-    for program in (
-        Program(
-            "accelerate",
-            "accelerate launch and the plugin it builds",
-            "accelerate",
-            None,
-            "1.15.0",
-            ACCELERATE_LOOP,
-        ),
-        Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
-        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0", TRAINER_LOOP),
-        Program("axolotl", "axolotl", "axolotl", "0.19.0", loop=TRAINER_LOOP),
-        # Its FSDP keys are transformers'.
-        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0", TRAINER_LOOP),
-        Program(
-            "simpletuner",
-            "SimpleTuner",
-            "simpletuner",
-            "4.8.0",
-            loop=replace(
-                ACCELERATE_LOOP,
-                loss_in_forward=False,
-                source="SimpleTuner 4.8 helpers/training/trainer.py (accumulate; text encoders are unloaded)",
-                not_planned=("autocast",),
-            ),
-        ),
-    )
-}
-"""The programs that the shipped dialects are for, by name; another dialect brings its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Consumer:
-    """The program that will read the file, at a version.
-
-    Attributes:
-        name: The program.
-        version: Its version.
-        checked: False when the version is not one the rules were checked against by running it.
-        beside: Versions of other packages that ``--target`` names behind the program's.
-    """
-
-    name: str
-    version: str
-    checked: bool = True
-    beside: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
-
-    def before(self, *parts: int) -> bool:
-        """Whether the version is older than ``parts``."""
-        return is_before(self.version, *parts)
-
-    def version_of(self, package: str) -> str:
-        """Return the version of a package beside the program: as given, as installed here, or as checked."""
-        program = _of_package(package)
-        checked = program.checked if program is not None else None
-        return dict(self.beside).get(package) or _installed(package) or checked or "0"
-
-
-def is_before(version: str, *parts: int) -> bool:
-    """Whether a version is older than ``parts``."""
-    numbers = []
-    for piece in version.split(".")[: len(parts)]:
-        digits = "".join(character for character in piece if character.isdecimal())
-        numbers.append(int(digits[:9] or 0))
-    return tuple(numbers) < parts
-
-
-def known_programs() -> dict[str, Program]:
-    """Return every program by name: those above, and what installed dialects bring."""
-    from fsdptool.config.dialects import load_registry
-
-    brought = (program for dialect in load_registry().all() for program in dialect.programs)
-    return {program.name: program for program in brought} | PROGRAMS
-
-
-def resolve_consumer(
-    name: str | None,
-    target: str | None,
-    natural: str,
-    *,
-    noted: str | None = None,
-    programs: Iterable[Program] = (),
-) -> Consumer:
-    """Return the consumer a file is judged for.
-
-    Args:
-        name: ``--consumer``, or None.
-        target: ``--target``, ``accelerate==1.15`` or a bare version; behind commas, the versions of packages
-            that run beside it (``accelerate==1.12,transformers==5.0``).
-        natural: The consumer of the file's dialect, which counts where nobody says otherwise.
-        noted: What a ``# fsdptool: consumer=NAME`` comment in the file says; a target of another
-            program is then not about this file.
-        programs: Programs that the file's dialect brings.
+def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
+    """Return the tree of a text: by its dialect, else by the file's name.
 
     Raises:
-        ConfigError: The consumer is unknown, the target is malformed or names an unknown program, or
-            name and target are two programs.
+        ParseError: The text cannot be parsed.
     """
-    chosen = name or noted or natural
-    brought = {program.name: program for program in programs}
-    program = brought.get(chosen) or PROGRAMS.get(chosen) or known_programs().get(chosen)
-    if program is None:
-        raise ConfigError(
-            f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
-        )
-    first, *others = target.split(",") if target is not None else [None]
-    package, version = _target(first)
-    beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, "torch") for item in others))
-    if package is not None and package != program.package:
-        if name is not None:
-            raise ConfigError(
-                f"--consumer {name} and --target {target} name different programs",
-                help=f"give --target {program.package}==VERSION, or leave one of the two out",
-            )
-        if noted is not None:
-            version = None
+    from fsdptool.files.json_tree import parse_json_source
+    from fsdptool.files.yaml_tree import parse_yaml
+
+    document = dialect.parse(source) if dialect is not None else None
+    if document is not None:
+        return document
+    return (
+        parse_json_source(source)
+        if (source.path or "").lower().endswith(".json")
+        else parse_yaml(source.text)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the FSDP2 form of a file must say.
+
+    Attributes:
+        reshard: ``reshard_after_forward``.
+        state_dict: ``sharded`` or ``full``: what FSDP1 did.
+        mesh: ``dp_replicate`` and ``dp_shard`` of hybrid sharding, or empty.
+    """
+
+    reshard: bool
+    state_dict: str
+    mesh: Mapping[str, int]
+
+
+_MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
+"""Findings about keys that do not count, for their spelling or their place."""
+
+_DEPENDENT = {"wrap_policy": ("FSD315", "FSD325"), "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338")}
+"""Fixes that are right only while a setting stays as it runs now."""
+
+
+_OPTION = re.compile(r"--(?:unsafe-)?fix")
+_ASIDE = re.compile(r" \([^()]*--(?:unsafe-)?fix[^()]*\)")
+
+
+def advice(rule: Rule) -> str | None:
+    """Return what a rule says to do, without what it says of options.
+
+    Which option applies a fix depends on the finding, and is said with the fix.
+    """
+    clauses = re.split(r"(?<=[.;]) ", _ASIDE.sub("", rule.fix))
+    left = " ".join(clause for clause in clauses if not _OPTION.search(clause))
+    return left.rstrip(";.") + "." if left else None
+
+
+@dataclass(slots=True)
+class Fact:
+    """One canonical setting as the consumer would have it."""
+
+    value: Any
+    origin: str
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnostic, the settings its fix changes, its index in the text and the key that it is about.
+
+    ``elsewhere`` is the place in another file, where the text that was read only names that file.
+    """
+
+    diagnostic: Diagnostic
+    changes: Mapping[str, Any]
+    order: int
+    key: str | None = None
+    elsewhere: tuple[SourceText, int] | None = None
+
+
+def _elsewhere(at: Entry | Node | int | None, value: bool) -> tuple[Node, SourceText, int] | None:
+    """Return where a file is named, its text and the line in it, for what another file holds."""
+    if at is None or isinstance(at, int):
+        return None
+    node = at if isinstance(at, Node) else (at.node if value else at.key_node)
+    file = node.file or (at.key_node.file if isinstance(at, Entry) else None)
+    return None if file is None else (file.at, file.source, file.source.place(node.start)[0])
+
+
+@dataclass(slots=True)
+class LintContext:
+    """Everything a dialect and the checks share while a file is read.
+
+    Attributes:
+        source: The text.
+        document: Its tree.
+        consumer: The program it is read for.
+        dialect: The dialect it is written in.
+        rules: Every rule, by its code.
+        environment: Variables the program would inherit.
+        facts: Canonical settings (:mod:`fsdptool.config.canonical`), as the consumer would have them.
+        findings: What was reported.
+        ignored: What is written and not used.
+        overridden: Canonical setting to what is in effect instead of the value that the file writes.
+        names: Canonical setting to the key that the dialect writes it with.
+        runs_fsdp: Whether the consumer would start FSDP.
+        configures_fsdp: Whether the file holds FSDP settings at all; if not, nothing more is checked.
+        distributed_type: accelerate's ``distributed_type``.
+        deepspeed: Whether DeepSpeed is configured, too.
+        fsdp_block: accelerate's ``fsdp_config``.
+        parallelism_block: Mapping that holds the mesh, or None where no mesh is written.
+        fsdp_entry: The entry that switches FSDP on, for findings on what it lacks.
+        config_path: File that ``fsdp_config`` names instead of holding the settings.
+        gradient_checkpointing: The program's own checkpointing, where it is switched on.
+        save_only_model: The Trainer's ``save_only_model``, where it is switched on.
+        loads_best_model: Whether the Trainer loads the best model at the end.
+        load_in_4bit: Whether the base model is quantised while it is loaded.
+        migration_refusal: Why this file cannot become FSDP2, or None.
+        trial: Whether a fix is being tried: only the findings count, and no migration is worked out.
+    """
+
+    source: SourceText
+    document: Document
+    consumer: Consumer
+    dialect: Dialect
+    rules: Mapping[str, Rule]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    ignored: list[IgnoredKey] = field(default_factory=list)
+    overridden: dict[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    runs_fsdp: bool = True
+    configures_fsdp: bool = True
+    distributed_type: str | None = None
+    deepspeed: bool = False
+    fsdp_block: Node | None = None
+    parallelism_block: Node | None = None
+    fsdp_entry: Entry | None = None
+    config_path: str | None = None
+    gradient_checkpointing: Entry | None = None
+    save_only_model: Entry | None = None
+    loads_best_model: bool = False
+    load_in_4bit: bool = False
+    migration_refusal: str | None = None
+    trial: bool = False
+
+    @property
+    def root(self) -> Node:
+        """The document's root mapping."""
+        root = self.document.root
+        assert root is not None
+        return root
+
+    @property
+    def editor(self) -> Editor:
+        """Makes edits of the text that was read."""
+        return Editor(self.source, self.document)
+
+    def get(self, key: str) -> Any:
+        """Return a fact's value, or None."""
+        fact = self.facts.get(key)
+        return None if fact is None else fact.value
+
+    def written(self, key: str) -> bool:
+        """Whether the file itself writes the setting."""
+        fact = self.facts.get(key)
+        return fact is not None and fact.entry is not None
+
+    def at(self, *keys: str) -> Entry | None:
+        """Return the entry of the first setting of ``keys`` that the file writes, or None."""
+        entries = (fact.entry for fact in map(self.facts.get, keys) if fact is not None)
+        return next((entry for entry in entries if entry is not None), None)
+
+    def name(self, key: str) -> str:
+        """Return what the dialect calls a canonical setting."""
+        return self.names.get(key, key)
+
+    @property
+    def wraps_nothing(self) -> bool:
+        """Whether no module is wrapped: by the policy, or by a size threshold of 0."""
+        policy = self.get("wrap_policy")
+        return bool(policy == "none" or (policy == "size" and self.get("min_num_params") == 0))
+
+    def set(self, key: str, value: Any, *, entry: Entry | None = None, origin: str | None = None) -> None:
+        """Record a setting. Without ``origin`` it came from ``entry``'s line."""
+        if origin is None:
+            origin = self.where(entry) if entry is not None else f"default of {self.consumer}"
+        self.facts[key] = Fact(value, origin, entry)
+
+    def line(self, entry: Entry) -> int:
+        """Return the line of an entry's key, in the file that holds it."""
+        file = entry.key_node.file
+        return (self.source if file is None else file.source).place(entry.key_node.start)[0]
+
+    def where(self, entry: Entry) -> str:
+        """Return the place of an entry in words: its line, and its file if that is another one."""
+        file = entry.key_node.file
+        return f"line {self.line(entry)}" if file is None else f"{file.source.path}, line {self.line(entry)}"
+
+    def ignore(self, entry: Entry, reason: str, *, key: str | None = None) -> None:
+        """Record something written that the consumer does not use."""
+        value = entry.node.value if entry.node.kind == "scalar" else f"<{entry.node.kind}>"
+        line: int | None = self.line(entry)
+        if entry.key_node.file is not None:
+            line, reason = None, f"{self.where(entry)}: {reason}"
+        self.ignored.append(IgnoredKey(key or str(entry.key), value, line, reason))
+
+    def report(
+        self,
+        code: str,
+        message: str,
+        at: Entry | Node | int | str | None = None,
+        *,
+        value: bool = False,
+        help: str | None = None,
+        severity: Severity | None = None,
+        edits: tuple[Edit, ...] | None = None,
+        safe: bool | None = None,
+        fix: str | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Record a finding.
+
+        Args:
+            code: A rule's code.
+            message: One line.
+            at: What it is about: an entry (its key, or its value with ``value``), a node, an index, or the
+                setting whose entry it is.
+            help: What to do; the rule's own text otherwise.
+            severity: Where it differs from the rule's.
+            edits: The repair, or None when there is none.
+            safe: Whether the run stays the same; the rule's safety otherwise.
+            fix: The repair in words.
+            changes: Canonical settings that the repair changes, with their new values.
+        """
+        rule = self.rules[code]
+        at = self.at(at) if isinstance(at, str) else at
+        elsewhere = _elsewhere(at, value)
+        if elsewhere is not None:
+            # The place is where the text names the file; fixes are for that file itself.
+            named, source, line = elsewhere
+            message, edits = f"{source.path}, line {line}: {message}", None
+            start, end = self._span(named, False)
         else:
-            program = _of_package(package) or program
-    if version is None:
-        version = program.assumed or _installed(program.package) or program.checked or "0"
-    checked = program.checked is None or _same_minor(version, program.checked)
-    return Consumer(program.name, version, checked, beside)
+            start, end = self._span(at, value)
+        place = self.source.place(start) if start is not None else (None, None)
+        last = self.source.place(end) if end is not None else (None, None)
+        repair = None
+        if edits is not None:
+            is_safe = rule.safety == "safe" if safe is None else safe
+            repair = Fix(is_safe, fix or rule.title, edits)
+        diagnostic = Diagnostic(
+            code,
+            severity or rule.severity,
+            message,
+            help if help is not None else advice(rule),
+            self.source.path,
+            place[0],
+            place[1],
+            last[0],
+            last[1],
+            repair,
+        )
+        order, key = start if start is not None else -1, str(at.key) if isinstance(at, Entry) else None
+        there = elsewhere[1:] if elsewhere is not None else None
+        self.findings.append(Finding(diagnostic, dict(changes or {}), order, key, there))
+
+    def report_value(
+        self, code: str, message: str, at: Entry | Node | str | None, meant: Any = None, **more: Any
+    ) -> None:
+        """Report a value, with the fix that writes what was meant; None: that cannot be told.
+
+        ``at`` and ``more`` are as for :meth:`report`.
+        """
+        if isinstance(at, Entry) and meant is not None:
+            words = str(meant).lower() if isinstance(meant, bool) else str(meant)
+            more = {"edits": self.editor.replace(at.node, meant), "fix": f"write {words}", **more}
+        self.report(code, message, at, value=True, **more)
+
+    def report_renamed(self, code: str, message: str, entry: Entry, key: str, **more: Any) -> None:
+        """Report a key that does not count, with the unsafe fix that renames it to ``key``.
+
+        ``more`` is as for :meth:`report`.
+        """
+        repair = {"edits": self.editor.rename(entry, key), "fix": f"rename {entry.key} to {key}"}
+        self.report(code, message, entry, **{"safe": False, **repair, **more})
+
+    def report_removable(
+        self,
+        code: str,
+        message: str,
+        entry: Entry,
+        parent: Node | None,
+        *,
+        key: str | None = None,
+        **more: Any,
+    ) -> None:
+        """Report an entry of ``parent``, with the fix that removes it.
+
+        Args:
+            code, message, more: As for :meth:`report`.
+            entry: What it is about.
+            parent: The mapping that holds it.
+            key: What the fix calls it; None: as it is written.
+        """
+        edits = self.editor.remove(parent, entry)
+        self.report(code, message, entry, edits=edits, fix=f"remove {key or entry.key}", **more)
+
+    def _span(self, at: Entry | Node | int | None, value: bool) -> tuple[int | None, int | None]:
+        if at is None:
+            return None, None
+        if isinstance(at, int):
+            return at, min(at + 1, len(self.source.text))
+        node = at
+        if isinstance(at, Entry):
+            node = at.node if value and at.node.end > at.node.start else at.key_node
+        assert isinstance(node, Node)
+        line_end = self.source.text.find("\n", node.start)
+        stop = node.end if line_end < 0 else min(node.end, max(line_end, node.start + 1))
+        return node.start, stop
+
+    def pending(self) -> frozenset[str]:
+        """Return the settings that unsafe fixes found so far would let begin to count.
+
+        A misspelt key, or one in the wrong place: a default that is written out before would stand in
+        its way, and what the author wrote would be lost.
+        """
+        names: set[str] = set()
+        for finding in self.findings:
+            fix = finding.diagnostic.fix
+            if finding.diagnostic.code in _MISWRITTEN and fix is not None and not fix.safe:
+                names.update(finding.changes)
+                names.add(str(finding.changes.get("*")))
+        return frozenset(names)
+
+    def withhold_dependent_fixes(self) -> None:
+        """Withdraw the fixes that rely on a setting which is about to take effect."""
+        pending = self.pending()
+        codes = {code for name, codes in _DEPENDENT.items() if name in pending for code in codes}
+        for index, finding in enumerate(self.findings):
+            if finding.diagnostic.code in codes:
+                bare = replace(finding.diagnostic, fix=None)
+                self.findings[index] = replace(finding, diagnostic=bare, changes={})
+
+    def has(self, *codes: str, severity: Severity | None = None) -> bool:
+        """Whether a finding with one of the codes (and the severity, if given) was recorded."""
+        return any(
+            finding.diagnostic.code in codes and severity in (None, finding.diagnostic.severity)
+            for finding in self.findings
+        )
 
 
-def _target(target: str | None, *further: str) -> tuple[str | None, str | None]:
-    """Split ``--target`` into a package (None for a bare version) and a version.
+COMPUTED = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""dtype of ``mixed_precision`` (accelerate 1.15, ``set_mixed_precision``: fp8 layers aside, bfloat16)."""
 
-    Args:
-        target: What was given, or None.
-        further: Packages that may be named besides those of programs.
+_NOT_UPCAST = frozenset({"axolotl"})
+"""Programs that replace ``fsdp2_prepare_model``, in some versions by one that does not upcast."""
+
+
+def consumer_dtypes(lint: LintContext) -> EffectiveDtypes:
+    """Return what accelerate makes of ``mixed_precision``, or ``fsdptool train`` where it reads the file.
+
+    accelerate 1.15: one dtype for parameters, reduction and outputs (``set_mixed_precision``); trained
+    parameters are upcast to fp32 and saved so (``fsdp2_prepare_model``; under version 1
+    ``prepare_model``). Under version 1 nothing casts the fp32 outputs of ``convert_outputs_to_fp32`` back.
     """
-    if target is None:
-        return None, None
-    package, equals, version = target.partition("==")
-    if not equals:
-        package, version = "", package
-    package = package.strip().lower()
-    version = version.strip()
-    if not version or not version[0].isdecimal():
-        raise ConfigError(
-            f"--target {target!r} is not PACKAGE==VERSION", help="for example --target accelerate==1.15"
-        )
-    if package and package not in further and _of_package(package) is None:
-        packages = dict.fromkeys((*(program.package for program in known_programs().values()), *further))
-        raise ConfigError(
-            f"--target {target!r} does not name a known program", help=f"choose one of: {', '.join(packages)}"
-        )
-    return package or None, version
+    computed = COMPUTED.get(lint.get("mixed_precision") or "no")
+    if lint.consumer.name == "fsdptool":
+        return EffectiveDtypes("float32", computed or "float32", *_native(computed))
+    if computed is None:
+        return EffectiveDtypes(None, None, None, None, None, None)
+    stored = None if lint.consumer.name in _NOT_UPCAST else "float32"
+    outputs = computed if lint.get("fsdp_version") == 2 else "float32"
+    return EffectiveDtypes(stored, computed, computed, computed, outputs, stored)
 
 
-def _of_package(package: str) -> Program | None:
-    """Return the first program of a package: for transformers that is the Trainer."""
-    for programs in (PROGRAMS, known_programs()):
-        for program in programs.values():
-            if program.package == package:
-                return program
-    return None
-
-
-@cache
-def _installed(package: str) -> str | None:
-    """Return an installed version from the names of metadata folders: reading the metadata costs 50 ms."""
-    prefix = f"{package}-"
-    for folder in sys.path:
-        try:
-            names = [path.name for path in Path(folder or ".").iterdir()]
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith(".dist-info") and name.lower().startswith(prefix):
-                return name[len(prefix) : -len(".dist-info")]
-    return None
-
-
-def _same_minor(version: str, checked: str) -> bool:
-    return version.split(".")[:2] == checked.split(".")[:2]
+def _native(computed: str | None) -> tuple[str, str, str, str]:
+    """``fsdptool train`` reduces in fp32 unless the recipe says otherwise, and casts no outputs."""
+    return computed or "float32", "float32", computed or "float32", "float32"

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, check_expressible
-from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop, is_before
+from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.programs import Program, ProgramLoop, is_before
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.diagnostic import EffectiveDtypes
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
     from fsdptool.records.diagnostic import Edit

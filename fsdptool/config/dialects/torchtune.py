@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import ACCELERATE_ONLY, LAUNCH, MESH, facts_from
-from fsdptool.config.dialects.protocol import Dialect, Program, ProgramLoop
+from fsdptool.config.dialects.protocol import Dialect
+from fsdptool.config.programs import Program, ProgramLoop
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node, to_python
 from fsdptool.records.diagnostic import EffectiveDtypes
 from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
+    from fsdptool.config.dialects.protocol import LintContext
 
 _SWITCHES = {
     "fsdp_cpu_offload": ("cpu_offload", False),

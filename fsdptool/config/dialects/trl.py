@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.dialects.protocol import TRAINER_LOOP, Program
-from fsdptool.config.dialects.trainer import CANNOT, KEYS, Trainer, mapping
+from fsdptool.config.dialects.trainer import CANNOT, KEYS, Trainer, mapping, read_arguments, read_config
+from fsdptool.config.programs import TRAINER_LOOP, Program
 from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
-    from fsdptool.config.fsdp1 import Rewriter, Target
+    from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
     from fsdptool.records.sharding import FsdpSettings
 
 _LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -79,7 +78,6 @@ class Trl(Trainer):
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
         from fsdptool.config.dialects.accelerate import launch
-        from fsdptool.config.dialects.trainer import reader
 
         root = lint.root
         lint.names = {canonical: key for key, canonical in KEYS.items()}
@@ -92,10 +90,10 @@ class Trl(Trainer):
         if root.get("fsdp") is None and root.get("fsdp_config") is None:
             self._read_launch(lint, root.get("accelerate_config"))
             return
-        block = reader.read_arguments(lint)
+        block = read_arguments(lint)
         self._precision(lint)
         if lint.configures_fsdp:
-            reader.read_config(lint, block)
+            read_config(lint, block)
             self._checkpointing(lint)
 
     def _read_launch(self, lint: LintContext, entry: Entry | None) -> None:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-from fsdptool.records.command_documents import FamilyList, FamilySummary, FlavourDetail
 from fsdptool.records.diagnostic import Answer
+from fsdptool.records.family_documents import FamilyList, FamilySummary, FlavourDetail
 from fsdptool.report.console.tables import print_findings, print_line, print_records, print_rows, print_table
 
 

@@ -11,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from fsdptool.config.dialects import load_registry
-from fsdptool.config.dialects.protocol import known_programs
+from fsdptool.config.dialects import known_programs, load_registry
 from fsdptool.config.fixes import repair, repair_selected
+from fsdptool.config.lint_settings import selector_of
 from fsdptool.config.migrate import Migrated, migrate_file
-from fsdptool.config.selection import selector_of
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
@@ -185,7 +184,9 @@ def _proposed(
 def _migration(
     item: JudgedFile, source: SourceText, judged: Mapping[str, str], command: tuple[str, ...]
 ) -> Proposal:
-    result = migrate_file(item.path, dialect=judged.get("dialect"), source=source, files=item.whole.files)
+    result = migrate_file(
+        item.path, dialect=judged.get("dialect"), source=source, files=item.whole.conditions.files
+    )
     title = "Migrate to FSDP2"
     if result.after is None:
         return Proposal(title, None, "", refusal=result.refusal or "", help=result.help or "")

@@ -29,7 +29,7 @@ def emit(
         stamps: State of the files that are named, so that a changed file is another question.
     """
     from fsdptool.api.emit_config import prepare_emission
-    from fsdptool.config.recipe_writer import dump_recipe
+    from fsdptool.config.recipe import dump_recipe
     from fsdptool.planning.plan import plan_from, read_plan
     from fsdptool.records.codec import to_json
 

@@ -13,8 +13,7 @@ from fsdptool.config.canonical import LAUNCH, MESH
 from fsdptool.config.dialects.protocol import Dialect, Program
 
 if TYPE_CHECKING:
-    from fsdptool.config.context import LintContext
-    from fsdptool.config.fsdp1 import Rewriter, Target
+    from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
     from fsdptool.files.tree import Entry, Node
     from fsdptool.records.sharding import FsdpSettings
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import MESH
-from fsdptool.config.context import LintContext
-from fsdptool.config.dialects.accelerate import values
+from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
-from fsdptool.config.dialects.accelerate.unread import report_in_parallelism
+from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
@@ -45,7 +44,7 @@ def _port(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
         return
     unread = (lint.get("num_machines") or 1) > 1 and lint.get("machine_rank") not in (0, None)
     message = f"{key} must be a whole number from 0 to 65535, not {value!r}"
-    if unread and values.whole(value) == number is not None:
+    if unread and plugin.whole(value) == number is not None:
         lint.report_value(
             "FSD205", f"{message}: fails on the first machine", entry, number, severity="warning"
         )
@@ -88,7 +87,7 @@ def _process_count(lint: LintContext, key: str, entry: Entry, value: Any) -> Non
     if value in ("gpu", "auto", "cpu"):
         lint.set(key, value, entry=entry)
         return
-    number = values.whole(value) if isinstance(value, str) and not several else value
+    number = plugin.whole(value) if isinstance(value, str) and not several else value
     if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
         lint.set(key, number, entry=entry)
         if isinstance(value, str):
@@ -125,7 +124,7 @@ def _rank(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
     several = (lint.get("num_machines") or 1) > 1
     good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     if isinstance(value, str) and several:
-        number = values.whole(value)
+        number = plugin.whole(value)
         if number is not None and number >= 0:
             lint.set(key, number, entry=entry)
             lint.report_value("FSD217", f"{key} {value!r} means {number}", entry, number)
@@ -221,7 +220,7 @@ def read_parallelism(lint: LintContext, name: str, entry: Entry) -> None:
     meant = spelling.integer(value)
     good = meant if meant is not None and meant >= 1 else None
     # The launcher compares cp and sp with 1 before it makes text of them; the others may be text.
-    if name not in ("cp", "sp") and isinstance(value, str) and values.whole(value) == good is not None:
+    if name not in ("cp", "sp") and isinstance(value, str) and plugin.whole(value) == good is not None:
         lint.set(name, good, entry=entry)
         lint.report_value("FSD217", f"{entry.key} {value!r} means {good}", entry, good)
         return
@@ -266,7 +265,7 @@ def read_block(lint: LintContext, block: Node | None) -> None:
         if key in known:
             chosen[key] = entry
             continue
-        report_in_parallelism(lint, block, entry, known)
+        _report_unread(lint, block, entry, known)
     for key, name in PARALLELISM_KEYS.items():
         written = chosen.get(key)
         if written is None:
@@ -274,6 +273,27 @@ def read_block(lint: LintContext, block: Node | None) -> None:
         else:
             read_parallelism(lint, name, written)
     read_details(lint, {name: chosen[key] for key, name in DETAILS.items() if key in chosen})
+
+
+def _report_unread(lint: LintContext, block: Node, entry: Entry, known: dict[str, str]) -> None:
+    """Report a key of ``parallelism_config`` that is not read; ``known`` are the keys that are."""
+    key = str(entry.key)
+    lint.ignore(entry, "prefixes are not added in parallelism_config: the key is not read")
+    full = f"parallelism_config_{key}"
+    if full not in known:
+        near = spelling.nearest(key, [name.removeprefix("parallelism_config_") for name in known], cutoff=0.8)
+        full = f"parallelism_config_{near}" if near else spelling.nearest(key, known, cutoff=0.8) or ""
+    if full and block.get(full) is None:
+        lint.report_renamed(
+            "FSD203",
+            f"{key} is not read: the key is {full}",
+            entry,
+            full,
+            fix=f"write {full}",
+            changes={PARALLELISM_KEYS.get(full, "*"): entry.node.value},
+        )
+        return
+    lint.report_removable("FSD202", f"{entry.key} is not read", entry, block, help="remove it", safe=True)
 
 
 def read_details(lint: LintContext, details: Mapping[str, Entry], *, written_in: str = "file") -> None:

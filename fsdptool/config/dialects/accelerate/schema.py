@@ -14,7 +14,7 @@ from fsdptool.config.dialects.accelerate.keys import (
     PARALLELISM_KEYS,
     TOP_LEVEL,
 )
-from fsdptool.config.dialects.accelerate.values import FALSE_WORDS, TRUE_WORDS
+from fsdptool.config.dialects.accelerate.plugin import FALSE_WORDS, TRUE_WORDS
 from fsdptool.records.schema import compose
 from fsdptool.records.sharding import Precision
 

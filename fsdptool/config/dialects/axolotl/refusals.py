@@ -1,7 +1,7 @@
 """What axolotl's own validation refuses: settings of FSDP, quantisation, adapters and optimizers together.
 
 Source: axolotl 0.19.0 ``utils/schemas/peft.py``, ``validation.py`` and ``config.py``; each row names the
-validator. What FSDP settings alone decide is judged where they are read (``fsdp1.py:refuse``).
+validator. What FSDP settings alone decide is judged where they are read (``refuse`` in ``__init__.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.context import LintContext
+from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.files.tree import effective_entries, to_python
 
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")

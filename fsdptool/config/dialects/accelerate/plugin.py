@@ -8,12 +8,20 @@ exists in files only: of some keys (:data:`_ENVIRONMENT`) nothing is exported th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdptool import spelling
-from fsdptool.config.canonical import BOOLEANS, LEGACY_DEFAULTS, WRITTEN
-from fsdptool.config.context import LintContext
+from fsdptool.config.canonical import (
+    BOOLEANS,
+    LEGACY_DEFAULTS,
+    STRATEGIES,
+    STRATEGY_NAMES,
+    WRITTEN,
+    hybrid_mesh,
+)
+from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS
+from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.sharding import FsdpSettings
 
@@ -109,6 +117,36 @@ def _from_environment(lint: LintContext, key: str, name: str, variable: str) -> 
         value = tuple(text.split(","))
     lint.set(name, value, origin=f"environment variable {variable}")
     lint.report("FSD341", f"{key} is not written; {variable}={text} in the environment decides")
+
+
+def read_plugin(
+    lint: LintContext,
+    chosen: Mapping[str, Entry],
+    parent: Node | None,
+    default: Callable[[LintContext, str, int], None],
+) -> None:
+    """Read the settings that accelerate's plugin takes, from a file, a command line or the environment.
+
+    Args:
+        lint: Its ``names`` say how the settings are written.
+        chosen: The entries that count, by the canonical names of their settings.
+        parent: The mapping that holds them.
+        default: Records what a setting is where nobody writes it, for a version.
+    """
+    read_version(lint, chosen.get("fsdp_version"))
+    version = lint.get("fsdp_version")
+    for name in FSDP_KEYS.values():
+        if name == "fsdp_version":
+            continue
+        if name not in chosen:
+            default(lint, name, version)
+        elif name in LEGACY_DEFAULTS:
+            if version == 2:
+                lint.ignore(chosen[name], "FSDP1 only; not read under version 2")
+            FSDP1[name][version - 1](lint, lint.name(name), chosen[name], parent)
+        else:
+            read_block_key(lint, name, chosen, parent, version)
+    synchronise(lint)
 
 
 def read_version(lint: LintContext, entry: Entry | None) -> None:
@@ -299,3 +337,236 @@ def _threshold(lint: LintContext, key: str, entry: Entry, block: Node | None, ve
         lint.report_value("FSD213", f"{key} {value!r} is not an integer{where}", entry, meant)
         return
     lint.set("min_num_params", number, entry=entry)
+
+
+LegacyReader = Callable[[LintContext, str, Entry, Node | None], None]
+"""Reads a key of FSDP1: the key as messages call it, its entry, and the mapping that holds it."""
+
+PREFETCHES = {
+    "BACKWARD_PRE": "BACKWARD_PRE",
+    "BACKWARD_POST": "BACKWARD_POST",
+    "NO_PREFETCH": None,
+    "1": "BACKWARD_PRE",
+    "2": "BACKWARD_POST",
+}
+"""torch's names (in upper case) and numbers, which the plugin accepts as text."""
+
+
+def no_effect(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    """Report a key of FSDP1 that changes nothing under version 2."""
+    lint.report_removable("FSD302", f"{key} has no effect under version 2", entry, block, key=key)
+
+
+def boolean(name: str) -> LegacyReader:
+    """Return what reads a boolean setting of FSDP1."""
+    return lambda lint, key, entry, block: read_boolean(lint, key, name, entry)
+
+
+def _strategy_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    strategy = STRATEGIES.get(str(value).upper())
+    lint.set("sharding_strategy", strategy or "full_shard", entry=entry)
+    if strategy is None:
+        meant = spelling.choice(value, spelling.STRATEGIES)
+        lint.report_value(
+            "FSD206",
+            f"{key} {value!r} is not one of {', '.join(STRATEGY_NAMES)}",
+            entry,
+            meant.upper() if meant else None,
+            safe=False,
+            changes={"sharding_strategy": meant},
+        )
+    elif str(value).isdigit():
+        lint.report_value(
+            "FSD323", f"{key} {value} is {strategy.upper()}", entry, strategy.upper(), safe=True
+        )
+
+
+def _prefetch_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    text = "NO_PREFETCH" if value is None else str(value).upper()
+    lint.set("backward_prefetch", PREFETCHES.get(text), entry=entry)
+    if text not in PREFETCHES:
+        off = spelling.normal(value) in ("none", "no", "off", "null", "false")
+        lint.report_value(
+            "FSD206",
+            f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH",
+            entry,
+            edits=lint.editor.replace(entry.node, "NO_PREFETCH") if off else None,
+            fix="write NO_PREFETCH",
+        )
+
+
+def _prefetch_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    if value is None or str(value).upper() in PREFETCHES:
+        no_effect(lint, key, entry, block)
+        return
+    message = f"{key} {value!r} is ignored under version 2, but the plugin still fails on it: KeyError"
+    lint.report_removable("FSD206", message, entry, block, key=key, value=True, safe=True)
+
+
+def _forward_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    if not word_of_truth(to_python(entry.node)):
+        no_effect(lint, key, entry, block)
+        return
+    lint.report_removable(
+        "FSD303",
+        f"{key}: true has no effect: accelerate's FSDP2 does not support explicit forward prefetch",
+        entry,
+        block,
+        key=key,
+        severity="warning",
+        safe=True,
+        help="remove it; fsdptool's own trainer prefetches with `sharding.prefetch`",
+    )
+
+
+def _synchronisation_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    read_boolean(lint, key, "sync_module_states", entry)
+    value = to_python(entry.node)
+    if _launcher_refuses(lint, value):
+        lint.report_value(
+            "FSD321",
+            f"{key}: {shown(value)} makes accelerate launch refuse it while RAM-efficient loading is on",
+            entry,
+            True,
+            help=f"set it to true, or {lint.name('cpu_ram_efficient_loading')} to false",
+            safe=False,
+            changes={"sync_module_states": True},
+        )
+
+
+def _synchronisation_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = to_python(entry.node)
+    if _launcher_refuses(lint, value):
+        message = f"{key}: {shown(value)} makes accelerate launch refuse the file"
+        lint.report_removable("FSD321", message, entry, block, key=key)
+    else:
+        no_effect(lint, key, entry, block)
+
+
+def _strategy_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value, remove = to_python(entry.node), lint.editor.remove(block, entry)
+    strategy = spelling.choice(value, spelling.STRATEGIES)
+    own = lint.at("reshard_after_forward")
+    runs = word_of_truth(own.node.value) if own is not None else True
+    if strategy == "no_shard":
+        lint.report_value("FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry)
+    elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        _hybrid_under_2(lint, key, value, strategy, entry, block, own, remove)
+    elif strategy == "shard_grad_op" and runs is not False:
+        edits = None
+        if block is not None and remove is not None and own is None:
+            edits = lint.editor.rename(entry, lint.name("reshard_after_forward"))
+            replaced = lint.editor.replace(entry.node, False)
+            edits = (*edits, *replaced) if edits is not None and replaced is not None else None
+        elif block is not None and remove is not None and own is not None:
+            replaced = lint.editor.replace(own.node, False)
+            edits = (*remove, *replaced) if replaced is not None else None
+        lint.report_value(
+            "FSD303",
+            f"{key} {value!r} is ignored: parameters are freed after forward",
+            entry,
+            edits=edits,
+            safe=False,
+            fix=f"write {lint.name('reshard_after_forward')}: false",
+            changes={"reshard_after_forward": False},
+        )
+    else:
+        no_effect(lint, key, entry, block)
+
+
+def _launcher_refuses(lint: LintContext, value: Any) -> bool:
+    """Whether the launcher refuses an untrue ``sync_module_states``.
+
+    It tests the truth of both values before the plugin parses them, so that any text but an empty one
+    passes. Where variables are exported no launcher looks.
+    """
+    if value or lint.document.language == "env":
+        return False
+    entry = lint.at("cpu_ram_efficient_loading")
+    return entry is None or bool(to_python(entry.node))
+
+
+FSDP1: Mapping[str, tuple[LegacyReader, LegacyReader]] = {
+    "sharding_strategy": (_strategy_under_1, _strategy_under_2),
+    "backward_prefetch": (_prefetch_under_1, _prefetch_under_2),
+    "forward_prefetch": (boolean("forward_prefetch"), _forward_under_2),
+    "use_orig_params": (boolean("use_orig_params"), no_effect),
+    "sync_module_states": (_synchronisation_under_1, _synchronisation_under_2),
+}
+"""Setting of FSDP1 to what the plugin makes of it under version 1, and what is reported under version 2."""
+
+
+def shown(value: Any) -> str:
+    """Return a value as a file or a command line writes it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _hybrid_under_2(
+    lint: LintContext,
+    key: str,
+    value: Any,
+    strategy: str,
+    entry: Entry,
+    block: Node | None,
+    own: Entry | None,
+    remove: Any,
+) -> None:
+    machines = lint.get("num_machines")
+    mesh = hybrid_mesh(lint.get("num_processes"), machines)
+    has_block = lint.root.get("parallelism_config") is not None
+    reshard = strategy == "hybrid_shard"
+    single = machines == 1 and (lint.written("num_machines") or lint.get("num_processes") is not None)
+    if has_block or single:
+        severity: Any = "warning"
+        message = f"{key} {value!r} is ignored under version 2"
+        if machines == 1 and not has_block:
+            message += "; on one machine it would replicate nothing"
+        runs = word_of_truth(own.node.value) if own is not None else True
+        if runs == reshard:
+            lint.report("FSD302", message, entry, edits=remove, fix=f"remove {key}")
+            return
+        lint.report_value("FSD303", message, entry, severity=severity)
+        return
+    edits = None
+    changes: dict[str, Any] = {}
+    if mesh and remove is not None and reshard:
+        added = lint.editor.add(
+            lint.root,
+            None,
+            {
+                "parallelism_config": {
+                    "parallelism_config_dp_replicate_size": mesh["dp_replicate"],
+                    "parallelism_config_dp_shard_size": mesh["dp_shard"],
+                }
+            },
+        )
+        edits = (*remove, *added) if added is not None else None
+        changes = dict(mesh)
+    counted = isinstance(lint.get("num_processes"), int) and lint.written("num_machines")
+    lint.report_value(
+        "FSD334",
+        f"{key} {value!r} is ignored under version 2: the run shards over all ranks",
+        entry,
+        help=None
+        if counted
+        else "write num_processes and num_machines: the mesh follows from them "
+        "(replicate over machines, shard within)",
+        edits=edits,
+        safe=False,
+        fix="write the mesh in parallelism_config",
+        changes=changes,
+    )
+
+
+def synchronise(lint: LintContext) -> None:
+    """Set ``sync_module_states`` where version 1 loads efficiently: the plugin does so with a warning."""
+    loading = lint.get("cpu_ram_efficient_loading")
+    if lint.get("fsdp_version") != 1 or not loading or lint.get("sync_module_states") is not False:
+        return
+    entry = lint.at("sync_module_states")
+    if entry is not None:
+        lint.ignore(entry, "RAM-efficient loading needs it: the plugin sets it to true")
+    lint.set("sync_module_states", True, origin="RAM-efficient loading needs it")

@@ -1,1 +1,0 @@
-"""What settings do together: in themselves, on a mesh, with a model, on hardware."""

@@ -1,0 +1,906 @@
+"""transformers' TrainingArguments: ``fsdp`` and ``fsdp_config``, alone in a file or among other arguments.
+
+Source: transformers 5.23.0 ``training_args.py:_process_fsdp_args``. Two forms are read: the file
+given as ``fsdp_config`` (its keys at the top), and a file of TrainingArguments with both keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsdptool import spelling
+from fsdptool.config.canonical import (
+    ACCELERATE_ONLY,
+    LAUNCH,
+    LEGACY_DEFAULTS,
+    MESH,
+    STRATEGIES,
+    STRATEGY_NAMES,
+    WRITTEN,
+    begins,
+    check_expressible,
+    values_written,
+)
+from fsdptool.config.dialects.accelerate import plugin
+from fsdptool.config.dialects.protocol import Dialect, LintContext
+from fsdptool.errors import ConfigError
+from fsdptool.files.tree import Entry, Node, effective_entries, to_python
+from fsdptool.records.diagnostic import Edit
+
+if TYPE_CHECKING:
+    from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.files.tree import Node
+    from fsdptool.records.sharding import FsdpSettings
+
+NAME = "trainer"
+
+KEYS = {
+    "version": "fsdp_version",
+    "reshard_after_forward": "reshard_after_forward",
+    "auto_wrap_policy": "wrap_policy",
+    "transformer_layer_cls_to_wrap": "wrap_classes",
+    "min_num_params": "min_num_params",
+    "state_dict_type": "state_dict_type",
+    "cpu_offload": "cpu_offload",
+    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "activation_checkpointing": "activation_checkpointing",
+}
+_COMMON_WORDS = frozenset({"version", "offload"})
+XLA_KEYS = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
+ELSEWHERE = {
+    "offload_params": "cpu_offload",
+    "offload": "cpu_offload",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+    "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "fsdp_version": "version",
+}
+"""Other programs' words for keys read here."""
+
+ARGUMENTS = frozenset([
+    "output_dir", "per_device_train_batch_size", "num_train_epochs", "learning_rate",
+    "gradient_accumulation_steps", "lr_scheduler_type", "save_strategy", "logging_steps", "report_to",
+    "bf16", "fp16", "gradient_checkpointing", "max_steps", "save_only_model", "deepspeed", "optim",
+    "activation_checkpointing",
+])  # fmt: skip
+CANNOT = (*ACCELERATE_ONLY, *MESH, "cp_comm_strategy", *LAUNCH)
+
+
+def mapping(settings: FsdpSettings, name: str = NAME, cannot: tuple[str, ...] = CANNOT) -> dict[str, Any]:
+    """Return ``fsdp``, precision and ``fsdp_config`` as TrainingArguments hold them.
+
+    Args:
+        settings: What is to be written.
+        name: Name of the dialect, for the message.
+        cannot: Canonical settings that the dialect cannot express.
+
+    Raises:
+        ConfigError: The dialect cannot express a setting.
+    """
+    check_expressible(settings, name, cannot)
+    config = values_written(settings, KEYS)
+    if settings.wrap_classes:
+        config["transformer_layer_cls_to_wrap"] = list(settings.wrap_classes)
+    precision = settings.mixed_precision
+    if precision == "fp8":
+        raise ConfigError(f"{name} cannot express mixed_precision = 'fp8'", help="write accelerate instead")
+    return {"fsdp": True, "bf16": precision == "bf16", "fp16": precision == "fp16", "fsdp_config": config}
+
+
+class Trainer(Dialect):
+    """transformers' TrainingArguments, or the file that their ``fsdp_config`` names."""
+
+    name = "trainer"
+    consumers: tuple[str, ...] = ("trainer", "llamafactory")
+    cannot: tuple[str, ...] = CANNOT
+
+    def matches(self, root: Node) -> float:
+        """Return how surely the mapping is TrainingArguments' or their ``fsdp_config``."""
+        keys = {str(entry.key) for entry in root.entries}
+        switch = root.get("fsdp")
+        if switch is not None and switch.node.kind == "map":
+            return 0.0
+        if keys & {"fsdp", "fsdp_config"} and not keys & {"base_model", "stage", "model_family"}:
+            alone = {key for key in keys if not key.startswith("_")} <= {"fsdp", "fsdp_config"}
+            return 0.95 if alone or keys & ARGUMENTS else 0.5
+        bare = {key.removeprefix("fsdp_") for key in keys}
+        known = bare & (set(KEYS) | set(FSDP1) | set(ELSEWHERE) | set(XLA_KEYS))
+        if not known - _COMMON_WORDS and known != bare:  # files of all kinds have a version
+            return 0.0
+        if len(known) * 2 >= len(bare - {"xla_fsdp_settings"}):
+            return 0.85
+        return 0.3 if len(keys) < 12 else 0.0
+
+    def read(self, lint: LintContext) -> None:
+        """Read the keys into facts."""
+        read(lint)
+
+    def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
+        """Return TrainingArguments as JSON (``HfArgumentParser.parse_json_file`` reads them).
+
+        Raises:
+            ConfigError: As :func:`mapping`.
+        """
+        return json.dumps(mapping(settings), indent=2) + "\n"
+
+    def migrate(self, steps: Rewriter, lint: LintContext, target: Target) -> dict[str, Any]:
+        """Turn FSDP1 settings into FSDP2, in place."""
+        block = None if lint.root.get("fsdp_config") is None else "fsdp_config"
+        if lint.fsdp_entry is not None and block is None:
+            steps.apply(steps.editor.add(steps.root, None, {"fsdp_config": {"version": 2}}), "fsdp_config")
+            block = "fsdp_config"
+        for key in (*KEYS, *FSDP1):
+            parent, _ = steps.block(block)
+            if parent.kind == "map" and parent.get(f"fsdp_{key}") is not None:
+                steps.drop(block, key)
+        steps.drop(
+            block,
+            *FSDP1,
+            *(f"fsdp_{key}" for key in FSDP1),
+        )
+        steps.put(block, "reshard_after_forward", target.reshard, synonyms=("fsdp_reshard_after_forward",))
+        steps.put(
+            block,
+            "state_dict_type",
+            WRITTEN["state_dict_type"][target.state_dict],
+            synonyms=("fsdp_state_dict_type",),
+        )
+        steps.put(block, "version", 2, synonyms=("fsdp_version",))
+        switch = steps.root.get("fsdp") if block is not None else None
+        if switch is not None and to_python(switch.node) is not True:
+            value = to_python(switch.node)
+            offload = "offload" in (value if isinstance(value, list) else str(value).split())
+            if (offload and lint.facts["cpu_offload"].entry is switch) or lint.get("cpu_offload"):
+                steps.put(block, "cpu_offload", True, synonyms=("fsdp_cpu_offload",))
+            switch = steps.root.get("fsdp")
+            assert switch is not None
+            steps.apply(steps.editor.replace_entry(switch, True), "fsdp")
+        return {}
+
+
+def read(lint: LintContext) -> None:
+    """Read either form into facts."""
+    lint.names = {canonical: key for key, canonical in KEYS.items()}
+    root = lint.root
+    arguments = root.get("fsdp") is not None or root.get("fsdp_config") is not None
+    block: Node | None = root
+    if arguments:
+        block = read_arguments(lint)
+        _alone(lint)
+    if not lint.configures_fsdp:
+        return
+    read_config(lint, block)
+
+
+def _alone(lint: LintContext) -> None:
+    """Nothing but ``fsdp`` and ``fsdp_config``: perhaps meant as the file that ``fsdp_config`` names."""
+    keys = {str(entry.key) for entry in lint.root.entries if not str(entry.key).startswith("_")}
+    entry = lint.root.get("fsdp_config")
+    if lint.document.language == "flags":
+        return
+    if keys == {"fsdp", "fsdp_config"} and entry is not None and entry.node.kind == "map":
+        lint.report(
+            "FSD355",
+            "valid as TrainingArguments only: given as --fsdp_config, no key of this file is read",
+            entry,
+            help="for --fsdp_config, keep what is inside fsdp_config and pass --fsdp on the command line",
+        )
+
+
+def read_arguments(lint: LintContext) -> Node | None:
+    """Read the arguments around ``fsdp_config``; return the block, or None when it lies in another file."""
+    root = lint.root
+    _precision(lint)
+    for key in ("gradient_checkpointing", "activation_checkpointing"):
+        entry = root.get(key)
+        if entry is not None and entry.node.value is True:
+            lint.gradient_checkpointing = entry
+    only = root.get("save_only_model")
+    if only is not None and only.node.value is True:
+        best = root.get("load_best_model_at_end")
+        lint.save_only_model = only
+        lint.loads_best_model = best is not None and best.node.value is True
+    deepspeed = root.get("deepspeed")
+    if deepspeed is not None and to_python(deepspeed.node):
+        lint.deepspeed = True
+    for old in _OLD:
+        entry = root.get(old)
+        if entry is not None and not _has_old(lint):
+            lint.ignore(entry, "not an argument of transformers 5")
+            lint.report(
+                "FSD211",
+                f"{old} is not an argument of transformers 5: it belongs in fsdp_config",
+                entry,
+                severity="error",
+                help=f"write it in fsdp_config as {old.removeprefix('fsdp_')}",
+                edits=_move_old(lint, entry),
+                safe=False,
+                fix="move it into fsdp_config",
+                changes={"wrap_classes": entry.node.value},
+            )
+    entry = root.get("fsdp_config")
+    lint.fsdp_entry = entry or root.get("fsdp")
+    block: Node | None = None
+    if entry is not None and entry.node.kind == "map":
+        block = entry.node
+    elif entry is not None and isinstance(entry.node.value, str):
+        lint.config_path = entry.node.value
+    elif entry is not None and entry.node.value is not None:
+        lint.report_value("FSD205", "fsdp_config must be a mapping or the path of one", entry)
+    switch = root.get("fsdp")
+    if switch is None or not to_python(switch.node):
+        return _off(lint, switch, block)
+    return block
+
+
+_OLD = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
+
+
+def _has_old(lint: LintContext) -> bool:
+    """Whether the two keys are arguments still, as they were before transformers 5."""
+    return lint.consumer.name == "trainer" and lint.consumer.before(5)
+
+
+def _move_old(lint: LintContext, entry: Entry) -> Any:
+    removed = lint.editor.remove(lint.root, entry)
+    target = lint.root.get("fsdp_config")
+    key = str(entry.key).removeprefix("fsdp_")
+    values_ = {key: to_python(entry.node)}
+    added = (
+        lint.editor.add(target.node, target, values_)
+        if target
+        else lint.editor.add(lint.root, None, {"fsdp_config": values_})
+    )
+    return (*removed, *added) if removed is not None and added is not None else None
+
+
+def _off(lint: LintContext, switch: Entry | None, block: Node | None) -> Node | None:
+    """``fsdp`` missing or false: transformers never looks at ``fsdp_config``."""
+    lint.runs_fsdp = False
+    lint.configures_fsdp = False
+    if block is not None and block.entries:
+        for entry in effective_entries(block):
+            lint.ignore(entry, "fsdp is not enabled")
+        if switch is None:
+            edits = lint.editor.add(lint.root, None, {"fsdp": True})
+        else:
+            edits = lint.editor.replace(switch.node, True)
+        lint.report(
+            "FSD330",
+            "fsdp_config has no effect: fsdp is not enabled",
+            lint.root.get("fsdp_config"),
+            edits=edits,
+            safe=False,
+            fix="write fsdp: true",
+            changes={"*": True},
+        )
+    else:
+        lint.report("FSD113", "the arguments do not enable FSDP")
+    return block
+
+
+def _precision(lint: LintContext) -> None:
+    """Read ``fp16`` and ``bf16``; a file's values go into TrainingArguments as they are (TRL parses text)."""
+    lint.set("mixed_precision", "no")
+    on: list[Entry] = []
+    for key in ("fp16", "bf16"):  # in the order in which transformers 5.23 looks
+        entry = lint.root.get(key)
+        if entry is None:
+            continue
+        value = to_python(entry.node)
+        parsed = lint.consumer.name == "trl" and isinstance(value, str)
+        if not parsed:
+            judge_truth(lint, key, "mixed_precision", entry, value)
+        if spelling.boolean(value) if parsed else value:
+            on.append(entry)
+    if on:
+        lint.set("mixed_precision", str(on[0].key), entry=on[0])
+    if len(on) > 1:
+        message = "fp16 and bf16 are both true; TrainingArguments take at most one"
+        lint.report_value("FSD206", message, on[-1], help="keep the one that the GPU supports")
+
+
+def read_config(lint: LintContext, block: Node | None) -> None:
+    """Read the keys of ``fsdp_config`` as ``_process_fsdp_args`` does: prefix stripped, prefixed wins."""
+    chosen = _choose(lint, block)
+    if _runs_xla(lint, chosen.get("xla")):
+        return
+    version = _version(lint, chosen.get("version"), block)
+    read_switch(lint, version, chosen)
+    for key, name in KEYS.items():
+        entry = chosen.get(key)
+        if key == "version" or (lint.facts.get(name) is not None and entry is None):
+            continue
+        if entry is None:
+            default(lint, name, version)
+        else:
+            read_key(lint, key, name, entry, block, version)
+    _read_fsdp1(lint, chosen, block, version)
+    plugin.synchronise(lint)
+
+
+def _runs_xla(lint: LintContext, entry: Entry | None) -> bool:
+    """Whether ``xla`` is true in any spelling: TrainingArguments then build no plugin for accelerate."""
+    value = None if entry is None else to_python(entry.node)
+    if entry is None or not value:
+        return False
+    lint.runs_fsdp = lint.configures_fsdp = False
+    if spelling.boolean(value) is False:
+        judge_truth(lint, str(entry.key), "*", entry, value)
+    else:
+        message = f"{entry.key} is {value!r}: transformers uses torch_xla's FSDP, not FSDP2"
+        lint.report_value("FSD110", message, entry)
+    return True
+
+
+def _choose(lint: LintContext, block: Node | None) -> dict[str, Entry]:
+    chosen: dict[str, Entry] = {}
+    if _has_old(lint):
+        old = {key.removeprefix("fsdp_"): lint.root.get(key) for key in _OLD}
+        chosen = {key: entry for key, entry in old.items() if entry is not None and block is not lint.root}
+    if block is None:
+        return chosen
+    read_here = {*KEYS, *FSDP1, *XLA_KEYS}
+    top = block is lint.root
+    for entry in effective_entries(block):
+        key = str(entry.key)
+        bare = key.removeprefix("fsdp_")
+        if bare in read_here:
+            twin = chosen.get(bare)
+            if twin is not None:
+                loser = twin if key.startswith("fsdp_") else entry
+                winner = entry if loser is twin else twin
+                chosen[bare] = winner
+                lint.ignore(loser, f"{winner.key} is the same setting and wins")
+                lint.report_removable(
+                    "FSD215",
+                    f"{loser.key} and {winner.key} are the same setting; {winner.key} takes effect",
+                    loser,
+                    block,
+                )
+            else:
+                chosen[bare] = entry
+            if bare in XLA_KEYS:
+                lint.ignore(entry, "for XLA devices")
+        elif not (top and key in ("fsdp", "fsdp_config")):
+            _unread(lint, block, entry, bare)
+    return chosen
+
+
+def _unread(lint: LintContext, block: Node, entry: Entry, bare: str) -> None:
+    key = str(entry.key)
+    if key.startswith("_"):
+        lint.report("FSD220", f"{key} is a note", entry)
+        return
+    if "activation" in bare and "offload" in bare:
+        lint.ignore(entry, "TrainingArguments do not read it")
+        lint.report_removable("FSD353", f"{key} is not read by TrainingArguments", entry, block, safe=True)
+        return
+    meant = ELSEWHERE.get(bare)
+    if meant is not None and block.get(meant) is None and block.get(f"fsdp_{meant}") is None:
+        lint.ignore(entry, f"another program's name for {meant}")
+        value = entry.node.value
+        truth = spelling.boolean(value) if meant == "cpu_offload" else None
+        edits = lint.editor.rename(entry, meant)
+        if truth is not None and truth is not value and edits is not None:
+            replaced = lint.editor.replace(entry.node, truth)
+            edits = (*edits, *replaced) if replaced is not None else None
+        same = meant == "cpu_offload" and truth is False
+        if same:
+            edits = lint.editor.remove(block, entry)
+        lint.report(
+            "FSD216",
+            f"{key} is not read: TrainingArguments call it {meant}",
+            entry,
+            edits=edits,
+            safe=same,
+            fix=f"remove {key}" if same else f"write {meant}",
+            help="remove it: the run does this without it" if same else None,
+            changes={} if same else {KEYS[meant]: truth if truth is not None else value},
+        )
+        return
+    near = spelling.nearest(bare, KEYS, cutoff=0.8)
+    lint.ignore(entry, "unknown in fsdp_config")
+    if near is not None and block.get(near) is None and block.get(f"fsdp_{near}") is None:
+        lint.report_renamed(
+            "FSD202",
+            f"{key} is not read: did you mean {near}?",
+            entry,
+            near,
+            changes=begins(KEYS[near], entry.node.value),
+        )
+        return
+    precision = bare in ("mixed_precision", "mixed_precision_policy", "bf16", "fp16")
+    lint.report_removable(
+        "FSD202",
+        f"{key} is not read by TrainingArguments",
+        entry,
+        block,
+        help="remove it; TrainingArguments take the precision from bf16 or fp16; another policy"
+        " exists only in Python: FullyShardedDataParallelPlugin(mixed_precision_policy=...)"
+        if precision
+        else "remove it",
+        safe=True,
+    )
+
+
+def _transformers(lint: LintContext) -> str:
+    if lint.consumer.name in ("trainer", "llamafactory"):
+        return f"transformers {lint.consumer.version}"
+    return f"the transformers of {lint.consumer}"
+
+
+def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
+    # Older transformers read a missing version as 1; axolotl's source names 5.10 as the change.
+    fallback = 1 if lint.consumer.name == "trainer" and lint.consumer.before(5, 10) else 2
+    if entry is None:
+        lint.set("fsdp_version", fallback)
+        holder = lint.root.get("fsdp_config") if block is not lint.root else None
+        edits = lint.editor.add(block, holder, {"version": fallback}) if block is not None else None
+        if block is None and not lint.config_path:
+            edits = lint.editor.add(lint.root, None, {"fsdp_config": {"version": fallback}})
+        if edits is not None or block is not None:
+            lint.report(
+                "FSD338",
+                f"the version is not written: {_transformers(lint)} runs FSDP{fallback}",
+                holder or lint.root.get("fsdp") or 0,
+                edits=edits,
+                fix=f'write "version": {fallback}',
+            )
+        return fallback
+    meant = spelling.integer(entry.node.value)
+    if meant not in (1, 2):
+        lint.set("fsdp_version", 2, entry=entry)
+        lint.report_value("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry)
+        return 2
+    lint.set("fsdp_version", meant, entry=entry)
+    if not isinstance(entry.node.value, int):
+        try:
+            readable = int(entry.node.value) == meant
+        except (TypeError, ValueError):
+            readable = False
+        lint.report_value(
+            "FSD217" if readable else "FSD206", f"version {entry.node.value!r} means {meant}", entry, meant
+        )
+    return meant
+
+
+_WORDS = ("full_shard", "shard_grad_op", "offload", "auto_wrap")
+"""The words of the legacy form that FSDP2 has a meaning for."""
+
+
+def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> None:
+    """``fsdp`` as text or list: translated by transformers as long as the words are exactly its own."""
+    switch = lint.root.get("fsdp")
+    if switch is None:
+        return
+    value = to_python(switch.node)
+    if isinstance(value, bool) or not isinstance(value, str | list):
+        return
+    items = value.split() if isinstance(value, str) else [str(item) for item in value]
+    reshard: bool | None = None
+    offload = False
+    bad: list[str] = []
+    for item in items:
+        if item in ("full_shard", "shard_grad_op"):
+            reshard = item == "full_shard" if reshard is None else reshard
+        elif item == "offload":
+            offload = True
+        elif item != "auto_wrap":
+            bad.append(item)
+    if version == 1:
+        strategies = [STRATEGY_NAMES.get(item.upper()) for item in items]
+        strategy = next((item for item in strategies if item is not None), None)
+        if strategy is not None and "reshard_after_forward" not in chosen:
+            strategy_under_1(lint, strategy, switch)
+        bad = [item for item in bad if STRATEGY_NAMES.get(item.upper()) is None]
+    if bad:
+        _bad_words(lint, switch, items, bad)
+        return
+    written = "reshard_after_forward" in chosen
+    if version == 2 and reshard is not None and not written:
+        lint.set("reshard_after_forward", reshard, entry=switch)
+    if offload and "cpu_offload" not in chosen:
+        lint.set("cpu_offload", True, entry=switch)
+    lint.report_value(
+        "FSD339",
+        f"fsdp: {_shown(value)} is the legacy form",
+        switch,
+        edits=_modern(
+            lint, switch, version, reshard if not written else None, offload and "cpu_offload" not in chosen
+        ),
+        fix="write fsdp: true and the options in fsdp_config",
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else ",".join(map(str, value))
+
+
+def _bad_words(lint: LintContext, switch: Entry, items: list[str], bad: list[str]) -> None:
+    word = bad[0]
+    strategy = spelling.choice(word, spelling.STRATEGIES)
+    if strategy == "no_shard":
+        lint.report_value(
+            "FSD332", f"fsdp: {word} has no FSDP2 equivalent; transformers 5.23 raises an error", switch
+        )
+    elif strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        lint.report_value(
+            "FSD334",
+            f"fsdp: {word} is available with FSDP1 only; transformers 5.23 raises an error",
+            switch,
+            help="hybrid sharding is a mesh under FSDP2, which TrainingArguments cannot "
+            "express: migrate --to accelerate",
+        )
+    elif len(items) == 1 and spelling.boolean(word) is not None:
+        truth = spelling.boolean(word)
+        lint.report_value(
+            "FSD206",
+            f"fsdp: {word!r} is text, which transformers 5.23 refuses: Unknown `fsdp` option",
+            switch,
+            truth,
+            **({"edits": _switch_on(lint, switch) if truth else None} if _typed_on_a_line(lint) else {}),
+        )
+    else:
+        fixed = [spelling.normal(part) for item in items for part in item.replace(",", " ").split()]
+        known = all(part in _WORDS for part in fixed)
+        edits = (
+            lint.editor.replace(switch.node, " ".join(fixed))
+            if known and isinstance(switch.node.value, str)
+            else None
+        )
+        lint.report_value(
+            "FSD206",
+            f"fsdp: {word!r} is not one of {', '.join(_WORDS)}; transformers 5.23 raises an error",
+            switch,
+            help=None if edits is not None else "write fsdp: true, and version and options in fsdp_config",
+            edits=edits,
+            fix=f"write {' '.join(fixed)}",
+        )
+
+
+def _typed_on_a_line(lint: LintContext) -> bool:
+    return lint.document.language == "flags"
+
+
+def _switch_on(lint: LintContext, switch: Entry) -> tuple[Edit, ...] | None:
+    """Return the edits that write true; on a command line that is the flag without a value."""
+    if not _typed_on_a_line(lint):
+        return lint.editor.replace_entry(switch, True)
+    return None if switch.node.file else (Edit(switch.key_node.end, switch.node.end, ""),)
+
+
+def _modern(lint: LintContext, switch: Entry, version: int, reshard: bool | None, offload: bool) -> Any:
+    if version != 2:
+        return None
+    first = _switch_on(lint, switch)
+    extra: dict[str, Any] = {}
+    if reshard is not None and not (reshard and _typed_on_a_line(lint)):  # true by default
+        extra["reshard_after_forward"] = reshard
+    if offload:
+        extra["cpu_offload"] = True
+    if not extra:
+        return first
+    holder = lint.root.get("fsdp_config")
+    if holder is not None:
+        second = lint.editor.add(holder.node, holder, extra)
+    else:
+        second = lint.editor.add(lint.root, None, {"fsdp_config": extra})
+    return (*first, *second) if first is not None and second is not None else None
+
+
+DEFAULTS: dict[str, Any] = {
+    "reshard_after_forward": True,
+    "wrap_policy": "transformer",
+    "wrap_classes": (),
+    "min_num_params": None,
+    "state_dict_type": "full",
+    "cpu_offload": False,
+    "cpu_ram_efficient_loading": False,
+    "activation_checkpointing": False,
+}
+"""What TrainingArguments pass under version 2 where nothing is written."""
+
+
+_UNPASSED = {
+    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "wrap_classes": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+}
+"""What TrainingArguments do not pass when it is not written, with the variable that the plugin reads."""
+
+
+def default(lint: LintContext, name: str, version: int) -> None:
+    """Record what transformers does when a key is not written."""
+    if name == "reshard_after_forward" and version == 1:
+        if lint.get("sharding_strategy") is None:
+            strategy_under_1(lint, None)
+        return
+    variable = _UNPASSED.get(name)
+    text = lint.environment.get(variable) if variable is not None else None
+    if text is not None and not (name == "wrap_classes" and lint.get("wrap_policy") != "transformer"):
+        # The plugin falls back to the variable when TrainingArguments pass nothing.
+        found = tuple(text.split(",")) if name == "wrap_classes" else bool(plugin.word_of_truth(text))
+        lint.set(name, found, origin=f"environment variable {variable}")
+        lint.report("FSD341", f"{name} is not written; {variable}={text} in the environment decides")
+        return
+    if name == "min_num_params" and lint.get("wrap_policy") == "size":
+        # TrainingArguments pass nothing, and the plugin takes the variable or 0.
+        variable = lint.environment.get("FSDP_MIN_NUM_PARAMS")
+        number = 0 if variable is None else spelling.integer(variable)
+        origin = None if variable is None else "environment variable FSDP_MIN_NUM_PARAMS"
+        lint.set(name, number, origin=origin)
+        return
+    lint.set(name, DEFAULTS[name])
+
+
+def read_key(lint: LintContext, key: str, name: str, entry: Entry, block: Node | None, version: int) -> None:
+    """Read one known key."""
+    value = to_python(entry.node)
+    if name == "reshard_after_forward":
+        _reshard(lint, entry, value, version)
+    elif name == "cpu_offload":
+        _offload(lint, entry, value)
+    elif name in ("cpu_ram_efficient_loading", "activation_checkpointing"):
+        plugin.read_boolean(lint, key, name, entry)
+    elif name == "wrap_policy":
+        _policy(lint, entry, value)
+    elif name == "state_dict_type":
+        if value is None:
+            # The plugin is passed nothing and takes its own default, which depends on the version.
+            lint.set(name, "full" if version == 1 else "sharded", entry=entry)
+            return
+        if not isinstance(value, str):
+            _state_dict_number(lint, key, name, entry, value)
+            return
+        plugin.read_choice(lint, key, name, entry, plugin.STATE_DICTS, version)
+    elif name == "wrap_classes":
+        _classes(lint, entry, value)
+    elif name == "min_num_params":
+        read_threshold(lint, entry, block, value)
+
+
+def _state_dict_number(lint: LintContext, key: str, name: str, entry: Entry, value: Any) -> None:
+    """The plugin makes a type of text only: anything else stays as it is, and equals no type."""
+    meant = None if isinstance(value, bool) else plugin.STATE_DICTS.get(str(value))
+    lint.set(name, meant or "sharded", entry=entry)
+    lint.report_value(
+        "FSD205",
+        f"{key} {value!r} is not text: accelerate's plugin keeps it, and no state dict is of this type",
+        entry,
+        WRITTEN[name][meant] if meant else None,
+        safe=False,
+    )
+
+
+def strategy_under_1(lint: LintContext, written: str | None, entry: Entry | None = None) -> None:
+    """Record the strategy that runs under version 1, which is never the one TrainingArguments pass.
+
+    accelerate 1.15's plugin fills an unset ``sharding_strategy`` from FSDP_SHARDING_STRATEGY or with
+    FULL_SHARD, and ``Accelerator.prepare_model`` takes it before ``reshard_after_forward``, the only one
+    of the two that transformers 5.23 passes.
+
+    Args:
+        lint: The lint.
+        written: The strategy that the file asks for, or None.
+        entry: Where it does.
+    """
+    variable = lint.environment.get("FSDP_SHARDING_STRATEGY")
+    runs = spelling.choice(variable, spelling.STRATEGIES) if variable is not None else None
+    if runs is not None:
+        lint.set("sharding_strategy", runs, origin="environment variable FSDP_SHARDING_STRATEGY")
+    else:
+        runs = "full_shard"
+        lint.set("sharding_strategy", runs)
+    if entry is None or written is None:
+        return
+    lint.ignore(entry, "accelerate's plugin takes FSDP_SHARDING_STRATEGY or FULL_SHARD before it")
+    if written != runs:
+        decides = (
+            "unless FSDP_SHARDING_STRATEGY is set" if variable is None else "from FSDP_SHARDING_STRATEGY"
+        )
+        lint.report_value(
+            "FSD336", f"{written.upper()} does not run: version 1 uses {runs.upper()} {decides}", entry
+        )
+
+
+def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
+    if version == 1:
+        word = str(value).upper()
+        strategy = STRATEGIES.get(word)
+        strategy_under_1(lint, strategy, entry)
+        if strategy is None:
+            lint.report_value(
+                "FSD206",
+                f"under version 1 reshard_after_forward is one of {', '.join(STRATEGY_NAMES)}, not {value!r}",
+                entry,
+            )
+        return
+    plugin.read_reshard(lint, entry, "reshard_after_forward")
+
+
+def _offload(lint: LintContext, entry: Entry, value: Any) -> None:
+    """transformers tests the value's truth without parsing it."""
+    lint.set("cpu_offload", bool(value), entry=entry)
+    judge_truth(lint, "cpu_offload", "cpu_offload", entry, value)
+
+
+def judge_truth(lint: LintContext, key: str, name: str, entry: Entry, value: Any) -> None:
+    """Report a value that is tested for truth and not parsed, where it is not plainly true or false.
+
+    Args:
+        lint: The lint.
+        key: What the program calls the setting.
+        name: Its canonical name, or ``*``.
+        entry: Where it is written.
+        value: The value.
+    """
+    if isinstance(value, bool) or value is None:
+        return
+    truth = bool(value)
+    meant = spelling.boolean(value)
+    if meant is truth or not value or isinstance(value, dict):
+        shown = repr(value) if not isinstance(value, dict) else "a mapping"
+        message = f"{key}: {shown} is treated as {str(truth).lower()}"
+        lint.report_value("FSD207", message, entry, truth)
+        return
+    kind = "text" if isinstance(value, str) else "list" if isinstance(value, list) else "number"
+    lint.report_value(
+        "FSD337",
+        f"{key} is the {kind} {value!r}, which is treated as {str(truth).lower()}",
+        entry,
+        meant,
+        safe=False,
+        changes={name: meant},
+    )
+
+
+def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
+    written = WRITTEN["wrap_policy"]
+    exact = {text: name for name, text in written.items()}
+    if value in exact if isinstance(value, str) else False:
+        lint.set("wrap_policy", exact[value], entry=entry)
+        return
+    meant = spelling.choice(value, spelling.WRAP_POLICIES)
+    lint.set("wrap_policy", meant or "transformer", entry=entry)
+    if meant is None and "." in str(value):
+        lint.report_value(
+            "FSD348", f"auto_wrap_policy {value!r} is a dotted path, which programs do not import", entry
+        )
+        return
+    lint.report_value(
+        "FSD206",
+        f"auto_wrap_policy {value!r} is not one of {', '.join(exact)} (upper case only)",
+        entry,
+        written[meant] if meant else None,
+    )
+
+
+def _classes(lint: LintContext, entry: Entry, value: Any) -> None:
+    names = spelling.classes(value)
+    lint.set("wrap_classes", names or (), entry=entry)
+    if value is None:
+        return
+    pieces = (
+        ",".join(value).split(",")
+        if isinstance(value, list) and all(isinstance(item, str) for item in value)
+        else str(value).split(",")
+    )
+    if isinstance(value, str | list) and all(map(plugin.is_class_name, pieces)):
+        return
+    severity: Any = None if lint.get("wrap_policy") == "transformer" else "info"  # not read
+    if not names or not all(map(plugin.is_class_name, names)):
+        message = f"{entry.key} {value!r} does not contain class names"
+        lint.report_value("FSD214", message, entry, severity=severity)
+        return
+    lint.report_value(
+        "FSD214",
+        f"{entry.key} {value!r} is not split into class names",
+        entry,
+        severity=severity,
+        edits=lint.editor.replace_entry(entry, ",".join(names)),
+        fix=f"write {','.join(names)}",
+    )
+
+
+def read_threshold(lint: LintContext, entry: Entry, block: Node | None, value: Any) -> None:
+    """Read the size threshold, which counts with SIZE_BASED_WRAP only."""
+    policy = lint.get("wrap_policy")
+    if policy != "size":
+        lint.set("min_num_params", None)
+        lint.ignore(entry, "read with SIZE_BASED_WRAP only")
+        if value not in (0, None):
+            lint.report_removable(
+                "FSD325", f"{entry.key} is not read: the policy is not SIZE_BASED_WRAP", entry, block
+            )
+        return
+    if isinstance(value, int | float) and value <= 0:
+        # Not passed on, so that the plugin takes its variable or 0.
+        default(lint, "min_num_params", lint.get("fsdp_version") or 2)
+        if value:
+            lint.report_value("FSD217", f"{entry.key} {value!r} means 0", entry, 0)
+        return
+    if isinstance(value, int):
+        lint.set("min_num_params", int(value), entry=entry)
+        if isinstance(value, bool):
+            lint.report_value("FSD213", f"{entry.key} is true, which counts as 1", entry, severity="warning")
+        return
+    meant = spelling.integer(value)
+    lint.set("min_num_params", meant or 0, entry=entry)
+    lint.report_value("FSD213", f"{entry.key} {value!r} is not a whole number", entry, meant)
+
+
+def _forward_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    if spelling.boolean(entry.node.value):
+        message = f"{key}: true has no effect: transformers drops it under version 2"
+        lint.report_removable(
+            "FSD303", message, entry, block, severity="warning", safe=True, help="remove it"
+        )
+    else:
+        plugin.no_effect(lint, key, entry, block)
+
+
+def _prefetch_under_1(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = entry.node.value
+    text = value.upper() if isinstance(value, str) else None
+    lint.set("backward_prefetch", plugin.PREFETCHES.get(text or ""), entry=entry)
+    if text not in plugin.PREFETCHES:
+        message = f"{key} {value!r} is not BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
+        lint.report_value("FSD206", message, entry)
+
+
+def _strategy_unread(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    lint.report_removable("FSD302", f"{key} is not read by TrainingArguments", entry, block)
+
+
+def _strategy_under_2(lint: LintContext, key: str, entry: Entry, block: Node | None) -> None:
+    value = entry.node.value
+    strategy, own = spelling.choice(value, spelling.STRATEGIES), "reshard_after_forward"
+    if strategy == "shard_grad_op" and lint.get("reshard_after_forward") is not False:
+        edits = None
+        if block is not None and not (block.get(own) or block.get(f"fsdp_{own}")):
+            renamed = lint.editor.rename(entry, "reshard_after_forward")
+            replaced = lint.editor.replace(entry.node, False)
+            edits = (*renamed, *replaced) if renamed is not None and replaced is not None else None
+        lint.report_value(
+            "FSD303",
+            f"{key} {value!r} is ignored: parameters are freed after forward",
+            entry,
+            edits=edits,
+            safe=False,
+            fix="write reshard_after_forward: false",
+            changes={"reshard_after_forward": False},
+        )
+        return
+    if strategy == "no_shard":
+        lint.report_value("FSD332", f"{key} {value!r} is ignored; NO_SHARD has no FSDP2 equivalent", entry)
+        return
+    if strategy in ("hybrid_shard", "hybrid_shard_zero2"):
+        lint.report_value("FSD334", f"{key} {value!r} is ignored: the run shards over all ranks", entry)
+        return
+    _strategy_unread(lint, key, entry, block)
+
+
+FSDP1: Mapping[str, tuple[plugin.LegacyReader, plugin.LegacyReader]] = {
+    "forward_prefetch": (plugin.boolean("forward_prefetch"), _forward_under_2),
+    "backward_prefetch": (_prefetch_under_1, plugin.no_effect),
+    "use_orig_params": (plugin.boolean("use_orig_params"), plugin.no_effect),
+    "sync_module_states": (plugin.boolean("sync_module_states"), plugin.no_effect),
+    "limit_all_gathers": (plugin.boolean("limit_all_gathers"), plugin.no_effect),
+    "sharding_strategy": (_strategy_unread, _strategy_under_2),
+}
+"""Key of FSDP1 to what is made of it under version 1, and what is reported under version 2."""
+
+
+def _read_fsdp1(lint: LintContext, chosen: Mapping[str, Entry], block: Node | None, version: int) -> None:
+    for key, readers in FSDP1.items():
+        entry = chosen.get(key)
+        if entry is not None:
+            if key == "sharding_strategy":
+                lint.ignore(entry, "TrainingArguments do not read it; reshard_after_forward decides")
+            elif version == 2:
+                lint.ignore(entry, "FSDP1 only; not read under version 2")
+            readers[version - 1](lint, str(entry.key), entry, block)
+        elif version == 1 and key in LEGACY_DEFAULTS and key != "sharding_strategy":
+            lint.set(key, LEGACY_DEFAULTS[key])

@@ -1,0 +1,164 @@
+"""The programs that read configuration files: their training loops, and the version that one is judged at."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from fsdptool.records.plan import NotPlanned
+    from fsdptool.records.recipe import GradientAccumulation, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLoop:
+    """What the training loop of a program does in a step, as far as its memory depends on it.
+
+    Attributes:
+        layout: Whose FSDP units and dtypes it has (docs/layouts.md).
+        gradients: How it accumulates gradients.
+        loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
+        loss_in_forward: Whether the model's own forward computes the loss (``labels=``).
+        marks_last: Whether it calls ``set_is_last_backward``.
+        outside_in_root: Whether embedding and head belong to the root, in the native layout.
+        not_planned: What a plan of it leaves out.
+        source: Where this can be read.
+    """
+
+    layout: Layout
+    gradients: GradientAccumulation
+    loss: Literal["whole", "chunked"]
+    loss_in_forward: bool
+    source: str
+    marks_last: bool = False
+    outside_in_root: bool = False
+    not_planned: tuple[NotPlanned, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that reads configuration files.
+
+    Attributes:
+        name: What ``--consumer`` calls it.
+        title: What it is, for people.
+        package: Distribution whose version counts and which ``--target PACKAGE==VERSION`` names.
+        assumed: Version to judge for where the program need not be installed here; None: the installed one.
+        checked: Version that the rules were checked against by running it, or None.
+        loop: What its training loop does, where that differs from ``fsdptool train``; None: not known.
+    """
+
+    name: str
+    title: str
+    package: str
+    assumed: str | None = None
+    checked: str | None = None
+    loop: ProgramLoop | None = None
+
+
+ACCELERATE_LOOP = ProgramLoop(
+    layout="accelerate",
+    gradients="unsharded",
+    loss="whole",
+    loss_in_forward=True,
+    source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py",
+    not_planned=("autocast", "outputs", "stored_dtype", "encoders"),
+)
+"""A loop that prepares its model with accelerate, accumulates with it and gives the model its labels."""
+
+
+TRAINER_LOOP = replace(
+    ACCELERATE_LOOP,
+    source="transformers 5.23 trainer.py (no_sync but for the last micro-batch; compute_loss drops outputs)",
+    not_planned=("autocast", "fused_loss", "stored_dtype"),
+)
+"""transformers' Trainer, and the programs that are built on it."""
+
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program(
+            "accelerate",
+            "accelerate launch and the plugin it builds",
+            "accelerate",
+            None,
+            "1.15.0",
+            ACCELERATE_LOOP,
+        ),
+        Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
+        Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0", TRAINER_LOOP),
+        Program("axolotl", "axolotl", "axolotl", "0.19.0", loop=TRAINER_LOOP),
+        # Its FSDP keys are transformers'.
+        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0", TRAINER_LOOP),
+        Program(
+            "simpletuner",
+            "SimpleTuner",
+            "simpletuner",
+            "4.8.0",
+            loop=replace(
+                ACCELERATE_LOOP,
+                loss_in_forward=False,
+                source="SimpleTuner 4.8 helpers/training/trainer.py (accumulate; text encoders are unloaded)",
+                not_planned=("autocast",),
+            ),
+        ),
+    )
+}
+"""The programs that the shipped dialects are for, by name; another dialect brings its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The program that will read the file, at a version.
+
+    Attributes:
+        name: The program.
+        version: Its version.
+        checked: False when the version is not one the rules were checked against by running it.
+        beside: Versions of other packages that ``--target`` names behind the program's.
+    """
+
+    name: str
+    version: str
+    checked: bool = True
+    beside: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def before(self, *parts: int) -> bool:
+        """Whether the version is older than ``parts``."""
+        return is_before(self.version, *parts)
+
+    def version_of(self, package: str) -> str:
+        """Return the version of a package beside the program: as given, as installed here, or as checked."""
+        checked = next((item.checked for item in PROGRAMS.values() if item.package == package), None)
+        return dict(self.beside).get(package) or installed_version(package) or checked or "0"
+
+
+def is_before(version: str, *parts: int) -> bool:
+    """Whether a version is older than ``parts``."""
+    numbers = []
+    for piece in version.split(".")[: len(parts)]:
+        digits = "".join(character for character in piece if character.isdecimal())
+        numbers.append(int(digits[:9] or 0))
+    return tuple(numbers) < parts
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return an installed version from the names of metadata folders: reading the metadata costs 50 ms."""
+    prefix = f"{package}-"
+    for folder in sys.path:
+        try:
+            names = [path.name for path in Path(folder or ".").iterdir()]
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith(".dist-info") and name.lower().startswith(prefix):
+                return name[len(prefix) : -len(".dist-info")]
+    return None
