@@ -13,7 +13,6 @@ KNOWN = [
     ["modeling.methods", "modeling.methods.lora", "modeling.methods.quantised_formats",
      "modeling.methods.quantised_layers"],
     ["training.data.build", "training.precompute", "training.precompute.run"],
-    ["training.evaluate", "training.state", "training.step", "training.trainer"],
 ]  # fmt: skip
 """Circles of imports in functions or for types that are left. The list may only become shorter."""
 

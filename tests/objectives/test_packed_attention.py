@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fsdptool.families.objectives import CausalLM, packed_attention
 from fsdptool.families.objectives.packed_attention import BEGINS, LONGEST, describe, with_documents
 from fsdptool.memory import trace
 from fsdptool.modeling.objective import Task, run_micro_batch
-from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe
+from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 
@@ -78,7 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         calls.append(args[3].numel() - 1)
         return reference(*args, **named)
 
-    monkeypatch.setattr(packed_attention, "_kernel", lambda: counted)
+    monkeypatch.setattr(packed_attention, "_KERNEL", counted)
     monkeypatch.setattr(packed_attention, "_kernel_takes", lambda query, key, value: True)
     yield calls
     packed_attention.leave()
@@ -183,3 +184,22 @@ def test_flash_attention_of_several_sequences_is_refused() -> None:
     batch = dict.fromkeys(("input_ids", "labels", "position_ids"), POSITIONS)
     with pytest.raises(ConfigError, match="does not keep the packed documents of several sequences apart"):
         CausalLM().predict(model, batch)
+
+
+def test_a_plan_of_compiled_blocks_keeps_documents_apart_in_one_graph() -> None:
+    """Dynamo traces the attention with its documents: a compiled block keeps less than an eager one."""
+    recipe = Recipe(
+        ModelChoice("llama3:tiny"),
+        data=Data("text", packing=True, tokenizer="bytes"),
+        batch=Batch(micro_batch=2, sequence_length=208),
+    )
+    compiled = replace(recipe, sharding=Sharding(compile=True))
+    traces = [
+        trace(
+            resolve("llama3:tiny"), one, FsdpSettings(mixed_precision="bf16"), profile="cuda", use_cache=False
+        )
+        for one in (recipe, compiled)
+    ]
+    assert all("_varlen_attn" in traced.vocabulary for traced in traces)
+    eager, fused = (sum(traced.sizes) for traced in traces)
+    assert fused < 0.6 * eager

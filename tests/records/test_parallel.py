@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fsdptool.records.recipe import Sharding
 from fsdptool.records.tensor_plan import Placement
 
 
@@ -24,3 +25,18 @@ def test_the_pieces_of_all_ranks_are_the_whole_once(sections: tuple[int, ...], s
 
 def test_a_whole_parameter_keeps_its_shape() -> None:
     assert Placement("norm.weight", (16,), reason="norm").local_shape(4) == (16,)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "units"),
+    [
+        (Sharding(), 1),
+        (Sharding(expert_parallel=2), 2),
+        (Sharding(expert_parallel=2, prefetch=1), 1),
+        (Sharding(prefetch=3), 3),
+    ],
+)
+def test_two_units_are_prefetched_where_an_exchange_of_tokens_makes_the_host_wait(
+    sharding: Sharding, units: int
+) -> None:
+    assert sharding.units_ahead == units

@@ -41,7 +41,9 @@ _LEAST = 128
 _FURTHER = ("softcap", "s_aux", "position_bias")
 """Arguments of transformers' attention that the kernel does not have."""
 
-_attended: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_attended: set[type[nn.Module]] = set()
+"""Classes, not modules: of blocks that share a compilation, Dynamo sees one."""
+
 _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -81,7 +83,6 @@ class Packed:
 # Process-wide: recomputation in backward attends long after the forward that began it.
 _current: Packed | None = None
 _assumed = False
-_marking = False
 _allowed = True
 
 
@@ -107,14 +108,16 @@ def assuming_cuda() -> Iterator[None]:
         _assumed = before
 
 
-@cache
-def _kernel() -> Callable[..., Any] | None:
+def _find_kernel() -> Callable[..., Any] | None:
     """Return torch's kernel, or None where this version has none for grouped queries and windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     return varlen_attn if {"enable_gqa", "window_size"} <= set(signature(varlen_attn).parameters) else None
+
+
+_KERNEL = _find_kernel()
 
 
 def with_documents(batch: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:
@@ -172,7 +175,7 @@ def _supports(model: nn.Module) -> bool:
     """Say whether all layers attend through transformers' interface, by SDPA."""
     config = getattr(model, "config", None)
     return (
-        _kernel() is not None
+        _KERNEL is not None
         and getattr(config, "_attn_implementation", None) == "sdpa"
         and bool(getattr(model, "_supports_attention_backend", False))
         and (_assumed or not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _CAPABILITY)
@@ -186,20 +189,15 @@ def attending(model: nn.Module, documents: Packed | None) -> Iterator[None]:
     Raises:
         ConfigError: A block of the model attends in a way of its own, for which no mask was made.
     """
-    global _current, _marking
+    global _current
     _current = documents
     if documents is None:
         yield
         return
     register()
-    _marking = model not in _complete
-    try:
-        yield
-    finally:
-        marked, _marking = _marking, False
-    for block in _blocks(model) if marked else ():
-        compiled = any(getattr(module, "_compiled_call_impl", None) for module in block.modules())
-        if not compiled and not any(module in _attended for module in block.modules()):
+    yield
+    for block in _blocks(model) if model not in _complete else ():
+        if not any(type(module) in _attended for module in block.modules()):
             raise ConfigError(
                 f"{type(block).__name__} does not attend through transformers' interface, so packed documents"
                 " cannot be kept apart without a mask",
@@ -264,8 +262,7 @@ def attend(
         [B, S, heads, D], and no attention weights.
     """
     documents = _current
-    if _marking and not torch.compiler.is_compiling():
-        _attended.add(module)
+    _mark(type(module))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     windowed = attention_mask is not None and attention_mask.dim() == 2
     if documents is None or (attention_mask is not None and not windowed) or not causal:
@@ -276,10 +273,9 @@ def attend(
     if dropout or not _kernel_takes(query, key, value) or any(others.get(k) is not None for k in _FURTHER):
         mask = documents.mask(window)
         return original(module, query, key, value, mask, dropout, scaling, None, **others)
-    kernel = _kernel()
-    assert kernel is not None
+    assert _KERNEL is not None
     flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
-    result: Tensor = kernel(
+    result: Tensor = _KERNEL(
         *flat,
         documents.begins,
         documents.begins,
@@ -290,6 +286,15 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return result.view(query.shape[0], query.shape[2], *result.shape[1:]), None
+
+
+def _mark(kind: type[nn.Module]) -> None:
+    _attended.add(kind)
+
+
+# As ``torch.compiler.assume_constant_result`` does (torch 2.13), without importing Dynamo: it runs this once,
+# while it traces a block.
+_mark._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
