@@ -47,7 +47,7 @@ def test_a_cached_plan_takes_over_reserved_peaks(monkeypatch: pytest.MonkeyPatch
     assert to_json(make_plan(read_request(options))) == to_json(plan)
     assert not played
     # Neither of these changes the trace, and each of them the peak.
-    for change in ({"expandable_segments": True}, {"gpus": 4}, {"reshard": "false"}):
+    for change in ({"gpus": 4}, {"reshard": "false"}):
         played.clear()
         make_plan(read_request({**options, **change}))  # type: ignore[typeddict-item]
         assert played, change
