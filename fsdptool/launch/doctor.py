@@ -17,6 +17,7 @@ from typing import Any
 from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_ids, why_unused
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.errors import ConfigError
+from fsdptool.files.values import read_json
 from fsdptool.launch.machine import TESTED, live_claims, register_claim, untested_versions
 from fsdptool.records.codec import from_json
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
@@ -195,7 +196,7 @@ def measure(*, cpu: bool = False) -> Measurements:
         probe = _probe(device, min(processes, 2))
         error = _start(_MEASURING, device, processes, Path(folder), MEASURING_SECONDS)
         path = Path(folder) / MEASURED
-        ranks = from_json(RankMeasurements, json.loads(path.read_text())) if path.exists() else None
+        ranks = from_json(RankMeasurements, read_json(path)) if path.exists() else None
     versions = {**_versions(), **_gpu_versions()}
     return Measurements(device, versions, probe, ranks, error, time.monotonic() - began)
 
