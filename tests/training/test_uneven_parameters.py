@@ -144,12 +144,12 @@ def test_a_unit_that_runs_more_often_than_before_stops_the_run(pool: Pool, tmp_p
 
 
 def test_a_model_without_such_parameters_has_the_collectives_it_had(pool: Pool, tmp_path: Path) -> None:
-    """From the third step on: one message for the weight and one for the step's results."""
+    """From the third step on: one each for the weight, the results, and stops with unused parameters."""
     from cases import prepare_case
 
     chosen, folder = prepare_case(CASES["causal"], tmp_path, "full")
     for counts in pool.run(counted_messages, 2, folder, chosen):
-        assert counts[2:] == [2] * (len(counts) - 2)
+        assert counts[2:] == [3] * (len(counts) - 2)
 
 
 def counted_messages(folder: Path, chosen: Recipe) -> list[int]:
