@@ -13,9 +13,10 @@ import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.planning.plan import read_plan
-from fsdptool.records.command_documents import Comparison, FamilyList
+from fsdptool.records.command_documents import Comparison
 from fsdptool.records.detection import Detection
 from fsdptool.records.diagnostic import read_answer
+from fsdptool.records.family_documents import FamilyList
 from fsdptool.records.run import Summary
 from fsdptool.report.console import tables
 from fsdptool.report.console.comparison import print_comparison

@@ -71,7 +71,7 @@ def take_step(model: nn.Module, optimizer: ShardedOptimizer, ema: Ema, step: int
         parameter.grad = sharded_like(rows_of(gradient), parameter)
     optimizer.step(1e-2)
     optimizer.zero_grad()
-    ema.update()
+    ema.update(torch.zeros((), dtype=torch.bool))
 
 
 def state_of(model: nn.Module, kind: str) -> RunState:
