@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ os.environ.update(
         "DIFFUSERS_VERBOSITY": "error",
     }
 )
+# Without bytecode every process that a test starts compiles the same modules again, for seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # After them: importing the package must not import a library first.
 from fsdptool.garbage import collect_seldom  # noqa: E402
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "fsdptool"
 
 
@@ -55,11 +53,10 @@ def strangers(source: str) -> Iterator[str]:
             yield from (f"{node.name}: {name}" for name in (() if node.bases else unknown))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
-def test_docstrings_describe_what_exists(path: Path) -> None:
-    assert not list(strangers(path.read_text(encoding="utf-8")))
+def test_docstrings_describe_what_exists() -> None:
+    found = {path: list(strangers(path.read_text(encoding="utf-8"))) for path in PACKAGE.rglob("*.py")}
+    assert len(found) > 300
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_a_stranger_is_noticed() -> None:

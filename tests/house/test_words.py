@@ -37,6 +37,7 @@ IDIOMS = {
     r"\bof one's own\b|\bof yours\b": "your own",
 }
 """Pattern to what a technical writer puts instead. Matching ignores case."""
+ANY = re.compile("|".join(f"(?:{pattern})" for pattern in IDIOMS), re.IGNORECASE)
 
 PAGES = sorted(
     path
@@ -66,6 +67,8 @@ def name(path: Path) -> str:
 def idioms(text: str) -> list[str]:
     """Return the idioms in ``text``, each with what to write instead."""
     flat = " ".join(text.split())
+    if not ANY.search(flat):
+        return []
     return [
         f"{flat[max(match.start() - 30, 0) : match.end() + 20]!r}: write {instead}"
         for pattern, instead in IDIOMS.items()
@@ -100,16 +103,20 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     yield first, " ".join(block)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_pages_are_plain_english(path: Path) -> None:
-    assert not idioms(path.read_text(encoding="utf-8"))
+def test_pages_are_plain_english() -> None:
+    assert len(PAGES) > 30
+    found = {name(path): idioms(path.read_text(encoding="utf-8")) for path in PAGES}
+    assert {page: texts for page, texts in found.items() if texts} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_strings_and_comments_are_plain_english(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    texts = (*strings(source), *comments(source))
-    assert not [f"line {line}: {idiom}" for line, text in texts for idiom in idioms(text)]
+def test_strings_and_comments_are_plain_english() -> None:
+    assert len(MODULES) > 400
+    found = []
+    for path in MODULES:
+        source = path.read_text(encoding="utf-8")
+        texts = (*strings(source), *comments(source))
+        found += [f"{name(path)}:{line}: {idiom}" for line, text in texts for idiom in idioms(text)]
+    assert found == []
 
 
 def helps(command: object, path: str = "fsdptool") -> Iterator[tuple[str, str]]:
