@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit statuses of the command line, stable within a major version (docs/exit-codes.md)."""
+    """Exit statuses of the command line, stable within a major version (docs/reference/exit-codes.md)."""
 
     CLEAN = 0
     FINDINGS = 1

@@ -7,7 +7,7 @@ One subprocess works through the classes of a stage and prints a row after each.
 the time limit, or dies, the class it was busy with gets a failed row, and a new subprocess continues behind
 it. Rows already in the result file are skipped (``--again`` repeats those that are not good), so the sweep
 can be stopped at any time. Writes ``benchmarks/results/breadth.json``; ``write_table.py`` writes the table of
-``docs/breadth.md`` from it.
+``docs/explanation/breadth.md`` from it.
 """
 
 from __future__ import annotations

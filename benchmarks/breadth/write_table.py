@@ -1,4 +1,4 @@
-"""Write the table of ``docs/breadth.md`` from ``benchmarks/results/breadth.json``.
+"""Write the table of ``docs/explanation/breadth.md`` from ``benchmarks/results/breadth.json``.
 
 python benchmarks/breadth/write_table.py
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "breadth.json"
-PAGE = Path(__file__).parents[2] / "docs" / "breadth.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "breadth.md"
 BEGIN, END = "<!-- breadth: begin (benchmarks/breadth/write_table.py) -->", "<!-- breadth: end -->"
 
 Row = Mapping[str, Any]

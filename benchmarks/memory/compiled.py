@@ -2,8 +2,8 @@
 
 ``python benchmarks/memory/compiled.py [--only TEXT] [--again]`` runs real steps of blocks that Inductor
 compiles for the CPU (it needs a C++ compiler). It writes ``benchmarks/results/memory_compiled.json`` row
-by row and, without ``--only``, the table between the marks in ``docs/memory.md``. ``--again`` predicts
-every row again.
+by row and, without ``--only``, the table between the marks in ``docs/explanation/memory-accuracy.md``.
+``--again`` predicts every row again.
 
 The instrument is that of ``measure.py``: one process that acts as rank 0, with real kernels. ``saved`` is
 what is alive as backward begins, less what is alive between steps; the peak is that of the whole second
@@ -32,7 +32,7 @@ from fsdptool.records.diagnostic import library_versions
 from fsdptool.runs.folder import RunInputs
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_compiled.json"
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "memory-accuracy.md"
 BEGIN, END = "<!-- compiled: begin (benchmarks/memory/compiled.py) -->", "<!-- compiled: end -->"
 
 

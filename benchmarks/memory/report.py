@@ -1,7 +1,8 @@
 """Compare predictions with the measured figures and write the accuracy tables.
 
 ``python benchmarks/memory/report.py [--only TEXT]`` predicts every measured setting again and writes
-``benchmarks/results/memory_accuracy.json`` and the tables between the marks in ``docs/memory.md``.
+``benchmarks/results/memory_accuracy.json`` and the tables between the marks in
+``docs/explanation/memory-accuracy.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fsdptool.records.plan import Footprint
 HERE = Path(__file__).parent
 MEASURED = HERE.parent / "results" / "memory_measured.json"
 ACCURACY = HERE.parent / "results" / "memory_accuracy.json"
-PAGE = HERE.parent.parent / "docs" / "memory.md"
+PAGE = HERE.parent.parent / "docs" / "explanation" / "memory-accuracy.md"
 BEGIN, END = "<!-- accuracy: begin (benchmarks/memory/report.py) -->", "<!-- accuracy: end -->"
 
 

@@ -5,7 +5,7 @@ small and measured afterwards, with widths, vocabularies, experts and sequences 
 
 ``python benchmarks/memory/unseen.py [--only TEXT] [--again]`` measures the missing rows, predicts every row
 that was measured, and writes ``benchmarks/results/memory_unseen.json`` row by row and, without ``--only``,
-the table between the marks in ``docs/memory.md``. ``--again`` predicts every row again.
+the table between the marks in ``docs/explanation/memory-accuracy.md``. ``--again`` predicts every row again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import library_versions
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_unseen.json"
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "memory-accuracy.md"
 NOTABLE = 0.1
 """Percent. Rows that miss by more are measured without oneDNN, too."""
 BEGIN, END = "<!-- unseen: begin (benchmarks/memory/unseen.py) -->", "<!-- unseen: end -->"

@@ -66,7 +66,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the results as the table of docs/plan.md."""
+    """Return the results as the table of docs/explanation/verdict-and-choice.md."""
     lines = [
         "| model, GPUs | mesh | micro-batch | of 79.1 GiB | tokens/s per GPU | MFU |",
         "|---|---|---|---|---|---|",

@@ -2,7 +2,7 @@
 
     python benchmarks/planning/published.py            # plan the rows that are missing, and write the table
     python benchmarks/planning/published.py --again    # plan every row afresh
-    python benchmarks/planning/published.py --docs     # only write the table into docs/published.md
+    python benchmarks/planning/published.py --docs     # only write the table of published.md
 
 ``published.jsonl`` has the rows: who published what, on which hardware, and the recipe, cluster and options
 that plan it. ``published_gpus.yaml`` describes GPUs that the catalogue does not have. Results go to
@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 ROWS = HERE / "published.jsonl"
 GPUS = HERE / "published_gpus.yaml"
 RESULTS = HERE.parent / "results" / "planning_published.json"
-DOCS = HERE.parents[1] / "docs" / "published.md"
+DOCS = HERE.parents[1] / "docs" / "explanation" / "published.md"
 BLOCK = re.compile(r"(<!-- published -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
 

@@ -1,9 +1,9 @@
-"""Write the answers of real Python sessions into docs/python.md, below the lines that are typed there.
+"""Write the answers of real Python sessions into two pages, below the lines that are typed there.
 
     python benchmarks/python/capture.py [NAME ...]      default: every block
 
 A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. The lines after ``>>>`` run in
-order, in one session for the whole page and in an empty folder. ``proof`` and ``refusal`` come from a launch
+order, in one session for both pages and in an empty folder. ``proof`` and ``refusal`` come from a launch
 of two processes (tests/api/prove_launch.py).
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "python.md"
+PAGES = (ROOT / "docs/how-to/use-from-python.md", ROOT / "docs/how-to/prove-sharding.md")
 BLOCK = re.compile(
     r"(<!-- capture: (?P<name>[a-z-]+) -->\n```(?P<kind>python|text)\n)(?P<body>.*?)(```\n<!-- end -->)",
     re.DOTALL,
@@ -80,8 +80,8 @@ def launch() -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     """Rewrite the named blocks, or all of them."""
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = set(names) or {match["name"] for match in BLOCK.finditer(page)}
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    wanted = set(names) or {match["name"] for text in texts.values() for match in BLOCK.finditer(text)}
     seen = launch()["trainer"] if wanted & {"proof", "refusal"} else {}
     session: dict[str, Any] = {}
     os.environ["COLUMNS"] = str(WIDTH)
@@ -100,10 +100,11 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            text = BLOCK.sub(fill, page)
+            texts = {page: BLOCK.sub(fill, text) for page, text in texts.items()}
         finally:
             os.chdir(home)
-    PAGE.write_text(text, encoding="utf-8")
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/readme/capture.py [NAME ...]      default: every block, and the picture
 
 A block begins with ``<!-- capture: NAME -->`` and ends with ``<!-- end -->``. The main job keeps a few of its
-step lines, and answers on the page of questions keep the paragraphs that matter there, with ``...`` for the
-others; nothing else is changed. ``picture`` writes ``docs/plan.svg``. The figures of the plans on that page
+step lines, and answers to questions keep the paragraphs that matter there, with ``...`` for the
+others; nothing else is changed. ``picture`` writes ``docs/images/plan.svg``. The figures of their plans
 also go to ``benchmarks/results/questions.json``: a test compares the page with them, because most of these
 plans take too long for a test.
 """
@@ -27,10 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = (DOCS / "plan.md", DOCS / "job.md", DOCS / "questions.md")
-PICTURE = DOCS / "plan.svg"
+PICTURE = DOCS / "images" / "plan.svg"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "-->\n```console\n" in path.read_text(encoding="utf-8"))
 FIGURES = ROOT / "benchmarks" / "results" / "questions.json"
-BLOCK = re.compile(r"(<!-- capture: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- capture: (?P<name>[a-z-]+) -->\n)```console\n.*?(<!-- end -->)", re.DOTALL)
 PLAN = "plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 --micro-batch 1"
 STYLES = re.compile("\x1b\\[[0-9;]*m")
 STEP = re.compile(r"step (\d+)/\d+ ")
@@ -58,7 +58,7 @@ OFFERS = (
     ("one-h100", "H100-80GB-SXM", 1, "2.40"),
 )
 FILES = {"fsdp1.yaml": FSDP1, **{f"{offer[0]}.yaml": _OFFER.format(*offer) for offer in OFFERS}}
-"""What the commands of the page of questions read, in their working directory."""
+"""What the commands of the questions read, in their working directory."""
 
 _FULL = "plan llama3:8b --gpu A100-40GB-SXM --gpus 4 --seq-len 4096 --micro-batch 4 --checkpointing none"
 _CLUSTERS = " ".join(f"--cluster {offer[0]}.yaml" for offer in OFFERS)
@@ -90,7 +90,7 @@ QUESTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "what-runs": ("explain fsdp1.yaml", ("fsdp1", "  setting")),
     "fsdp-two": ("migrate --diff fsdp1.yaml", ("---",)),
 }
-"""Block of ``docs/questions.md`` to its command, and how the paragraphs begin that the page shows."""
+"""Block of a page in ``docs/how-to`` to its command, and how the paragraphs begin that the page shows."""
 QUICK = ("what-runs", "fsdp-two", "wrap", "out-of-memory")
 """Questions whose answers a test derives anew."""
 PLANS = ("two-gpus", "which-gpus", "how-long", "out-of-memory", "largest-batch")

@@ -1,9 +1,9 @@
-"""Write the committed benchmark figures into README.md, between its ``measured`` marks.
+"""Write the committed benchmark figures into README.md and the page of measured results.
 
     python benchmarks/readme/measured.py
 
 This script does not measure anything: every cell is read from ``benchmarks/results``, and a test compares
-the README with it.
+both files with it. They contain a block between ``measured`` marks; the README shows three of the rows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "explanation" / "measured.md")
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- measured -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+README_ROWS = ("memory_accuracy", "faults-soak", "config-against-to-fsdp2")
 
 
 def main() -> None:
-    """Rewrite the table."""
-    text = README.read_text(encoding="utf-8")
-    README.write_text(BLOCK.sub(lambda block: block[1] + table() + block[2], text), encoding="utf-8")
+    """Rewrite the table of each page."""
+    for page in PAGES:
+        before, start, _, end, after = BLOCK.split(page.read_text(encoding="utf-8"))
+        page.write_text(before + start + table(page) + end + after, encoding="utf-8")
 
 
-def table() -> str:
-    """Return the table in Markdown."""
+def table(page: Path) -> str:
+    """Return the table of a page in Markdown; the README has the last row of each of ``README_ROWS``."""
+    shown = list(rows())
+    if page == PAGES[0]:
+        last = {name: (what, figure, name) for what, figure, name in shown}
+        shown = [last[name] for name in README_ROWS]
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
     lines = ["| what | figure | result |", "|---|---|---|"]
-    for what, figure, name in rows():
-        lines.append(f"| {what} | {figure} | [{name}](benchmarks/results/{name}.json) |")
+    for what, figure, name in shown:
+        lines.append(f"| {what} | {figure} | [{name}]({up}benchmarks/results/{name}.json) |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ keys gone, doubled or unknown, nesting, aliases, byte-order marks, digests signe
 pipes, devices, links or cut off, and names that no file can have. Every case is one command line, run in a
 process that has the libraries loaded. Each must end
 
-- without a traceback and with a status that docs/exit-codes.md documents (3 is a bug),
+- without a traceback and with a status that docs/reference/exit-codes.md documents (3 is a bug),
 - within a time limit,
 - with nothing written outside its own folder and the cache,
 - without a control character in what it prints, and without raw markup in a page,

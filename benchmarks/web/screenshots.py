@@ -6,7 +6,8 @@
 Starts a server on a free port with a folder of example files, opens each page of ``PAGES`` (or those that are
 named) in Chromium (Debian's package ``chromium``) by Playwright, and writes ``PAGE-light.png``,
 ``PAGE-dark.png`` and ``PAGE-narrow.png``. Prints the pages that scroll sideways. Nothing is compared: the
-pictures are for looking at. ``--docs`` writes the upper part of a few pages as the pictures of docs/ui.md.
+pictures are for looking at. ``--docs`` writes the upper part of a few pages as the pictures of
+docs/reference/web-pages.md.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ ran for 600080 milliseconds before timing out.
 """Example files of the folder ``work``."""
 
 DOCUMENTED = ("model", "plan", "apply", "config")
-"""Pages whose pictures are in docs/ui.md."""
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+"""Pages whose pictures are in docs/reference/web-pages.md."""
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "images"
 
 _WAIT_MS = 300_000
 _LOAD_PICTURES = """() => Promise.all([...document.images].map((picture) => new Promise((resolve) => {

@@ -35,12 +35,13 @@ _TEXTS = ("text", "content", "body", "document")
 _CHARACTERS = 3
 """Characters per token, on the low side: English has about four."""
 _OFTEN_ADDED = """
-# Often added (docs/recipes.md):
+# Often added (docs/how-to/write-a-recipe.md):
 # evaluation: {every_steps: 100, holdout: 0.02}
 # tracking: {backends: [tensorboard]}
 """
 _ASSISTANT_ONLY = """\
-# To learn only what the assistant says, add under data: assistant_only_loss: true (docs/data.md)
+# To learn only what the assistant says, add under data: assistant_only_loss: true
+# (docs/how-to/train-on-text.md)
 """
 
 
@@ -82,7 +83,8 @@ def look_at(path: str, objective: Objective) -> DataLook:
     if objective.samples is None:
         raise ConfigError(
             f"--data {path}: objective {objective.name} is trained on generated samples only",
-            help="leave --data out, and choose another objective.name in the recipe (docs/objectives.md)",
+            help="leave --data out, and choose another objective.name in the recipe"
+            " (docs/reference/objectives.md)",
         )
     place = Path(path).expanduser()
     if not place.exists():
@@ -103,7 +105,7 @@ def look_at(path: str, objective: Objective) -> DataLook:
     if not counted:
         raise ConfigError(
             f"--data {path} contains no file of a known kind",
-            help=f"fsdptool reads {', '.join(sorted(kinds))} (docs/data.md)",
+            help=f"fsdptool reads {', '.join(sorted(kinds))} (docs/how-to/name-data.md)",
         )
     found = counted.most_common(1)[0][0]
     # Pictures come with captions in text files beside them.
@@ -150,7 +152,8 @@ def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -
         if pair is None:
             raise ConfigError(
                 f"--data {data.path}: no pair of columns is known among {', '.join(columns)}",
-                help="name the columns source and target, or set them in the recipe (docs/data.md)",
+                help="name the columns source and target, or set them in the recipe"
+                " (docs/how-to/train-on-text.md)",
             )
         options = {} if pair == _PAIRS[0] else {"source_column": pair[0], "target_column": pair[1]}
         return DataLook(replace(data, options=options), "pairs", columns, _longest(rows, pair))
@@ -206,7 +209,7 @@ def _text_column(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], data
     if not lengths[most]:
         raise ConfigError(
             f"--data {data.path}: none of the columns {', '.join(columns)} holds text",
-            help="set data.text_column in a recipe (docs/data.md)",
+            help="set data.text_column in a recipe (docs/how-to/train-on-text.md)",
         )
     return most
 
@@ -341,7 +344,7 @@ def _save_interval(steps: int | None, seconds: float | None) -> int:
 
 _USUAL_INTERVAL = 100
 _PACKED = ("chat", "prompts", "text")
-_MORE = "Every key: fsdptool schema recipe, and docs/recipes.md"
+_MORE = "Every key: fsdptool schema recipe, and docs/how-to/write-a-recipe.md"
 
 
 def _complete_hardware(given: dict[str, Any]) -> bool:

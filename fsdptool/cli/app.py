@@ -142,7 +142,7 @@ def _overview_text() -> str:
 
 
 def main() -> None:
-    """Run the command line and exit with a documented status (docs/exit-codes.md)."""
+    """Run the command line and exit with a documented status (docs/reference/exit-codes.md)."""
     _open_closed_streams()
     collect_seldom()
     # Processes that this one starts do not import what lies in the working directory.

@@ -136,7 +136,8 @@ def _write_recipe(recipe: Recipe, path: Path, force: bool) -> None:
     from fsdptool.config.writer import schema_comment
     from fsdptool.source import rebased
 
-    header = "Written by fsdptool emit-config. Every key: fsdptool schema recipe, and docs/recipes.md"
+    keys = "fsdptool schema recipe, and docs/how-to/write-a-recipe.md"
+    header = f"Written by fsdptool emit-config. Every key: {keys}"
     text = dump_recipe(rebased(recipe, path.parent), header=header)
     write_file(path, schema_comment("recipe", path.parent) + text, force=force)
 

@@ -18,7 +18,7 @@ class ProgramLoop:
     """What the training loop of a program does in a step, as far as its memory depends on it.
 
     Attributes:
-        layout: Whose FSDP units and dtypes it has (docs/layouts.md).
+        layout: Whose FSDP units and dtypes it has (docs/reference/layouts.md).
         gradients: How it accumulates gradients.
         loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
         loss_in_forward: Whether the model's own forward computes the loss (``labels=``).

@@ -565,7 +565,7 @@ _COMMENTS: Mapping[str, str] = {
 }
 _YOURS = (
     "  # Generated samples. For your own data, replace the line above, for example by",
-    "  # source: jsonl                # text, jsonl, parquet, dataset, images or latents (docs/data.md)",
+    "  # source: jsonl                # text, jsonl, parquet, dataset, images: docs/how-to/name-data.md",
     "  # path: data/train.jsonl",
 )
 _COLUMN = 34

@@ -1,4 +1,4 @@
-"""What a family of models must offer. Authors subclass :class:`Family` (docs/families.md).
+"""What a family of models must offer. Authors subclass :class:`Family` (docs/how-to/add-a-family.md).
 
 Listing, matching and facts are plain data and import nothing heavy. torch and the model
 libraries are imported inside ``build`` and inside the objectives only.
@@ -70,7 +70,7 @@ class TensorSpec:
         name: Key in the batch.
         shape: Full shape, the micro-batch dimension first.
         dtype: torch dtype name; floating inputs follow the compute dtype when ``compute`` is set.
-        fill: How synthetic values are drawn (``docs/families.md``).
+        fill: How synthetic values are drawn (``docs/how-to/add-a-family.md``).
         high: Exclusive upper bound for ``tokens``, ``labels`` and ``timesteps``.
         compute: Whether a floating tensor is cast to the run's parameter dtype.
         values: The first entries of each sample, row-major, whatever the fill (image placeholders

@@ -157,7 +157,7 @@ class Registry:
         if not claims:
             raise ReferenceError(
                 f"no installed family matches {_describe(config)}",
-                help="install a plugin for it; docs/families.md shows how to write one",
+                help="install a plugin for it; docs/how-to/add-a-family.md shows how to write one",
             )
         best = max(claim[:2] for claim in claims)
         winners = [claim for claim in claims if claim[:2] == best]

@@ -1,7 +1,7 @@
 """Chooses wrap classes from structure: repetition first, names only as evidence. Torch-free.
 
-The rule (evidence and its errors: docs/detect.md): a candidate is a class whose instances lie side
-by side, in a ModuleList, Sequential or ModuleDict or as attributes of one module, at least two of
+The rule (evidence and its errors: docs/explanation/wrap-classes.md): a candidate is a class whose instances
+lie side by side, in a ModuleList, Sequential or ModuleDict or as attributes of one module, at least two of
 them with the same parameter names and shapes. The outermost candidates are blocks, except that stages
 and wrappers are stepped through: a class is a stage if repetitions of one class inside it (experts
 apart) hold 80 % of it, and a wrapper if its only child holds all of it.

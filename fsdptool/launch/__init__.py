@@ -1,1 +1,4 @@
-"""Starting a run: preflight, command lines, supervision, Slurm (docs/launch.md). Torch-free."""
+"""Starting a run: preflight, command lines, supervision, Slurm. Torch-free.
+
+See docs/explanation/launching.md.
+"""

@@ -230,7 +230,7 @@ def write_summary(folder: Path, summary: Summary) -> dict[str, Any]:
 
 
 def exit_status(outcome: Outcome) -> int:
-    """Return the exit status of a run (docs/exit-codes.md)."""
+    """Return the exit status of a run (docs/reference/exit-codes.md)."""
     if outcome.status == "completed":
         return ExitCode.CLEAN
     if outcome.status == "stopped":

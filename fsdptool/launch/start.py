@@ -48,7 +48,7 @@ class ReadyRun:
         """Start the workers and wait until the run has ended.
 
         Args:
-            on_event: Called with every event of the workers (``docs/runs.md``).
+            on_event: Called with every event of the workers (``docs/reference/run-folder.md``).
         """
         from fsdptool.launch.supervise import Supervisor
 

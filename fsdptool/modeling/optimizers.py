@@ -383,7 +383,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         ),
     )
 }
-"""By name; a test holds it equal to the recipe's choices and to docs/training.md."""
+"""By name; a test holds it equal to the recipe's choices and to docs/reference/optimizers.md."""
 
 
 def optimizer_spec(optimizer: Optimizer) -> OptimizerSpec:

@@ -103,7 +103,7 @@ def _network(inputs: PlanInputs) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "PLN005",
             "info",
-            "the bandwidth between nodes is assumed (docs/plan.md); step times depend on it",
+            "the bandwidth between nodes is assumed (docs/explanation/time.md); step times depend on it",
             help="give --network '400 Gbit/s' (per GPU), or set inter_node_bandwidth in the cluster file",
         )
 
@@ -297,7 +297,8 @@ RULES = (
          "The requested configuration does not fit; another candidate does and was chosen.",
          "Use --no-search to evaluate only the requested configuration."),
     Rule("PLN005", "network between nodes assumed", "info",
-         "No bandwidth is given, so a common one is assumed (docs/plan.md); step times depend on it.",
+         "No bandwidth is given, so a common one is assumed (docs/explanation/time.md); step times depend on"
+         " it.",
          "Give --network, or inter_node_bandwidth in the cluster file."),
     Rule("PLN006", "host memory not checked", "info",
          "The run needs host memory (offloaded states, staged checkpoints, loading), but the plan does not"

@@ -1,4 +1,4 @@
-"""The hardware a plan assumes: the GPU catalogue and the machine table (docs/hardware.md).
+"""The hardware a plan assumes: the GPU catalogue and the machine table (docs/reference/hardware.md).
 
 Both are data with a source. Names of GPUs are forgiving, and files extend either. A machine's row is what no
 trace can see (context, communicators, efficiencies): the shipped values are assumptions;
@@ -177,7 +177,8 @@ def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
     keys = difflib.get_close_matches(re.sub(r"\W", "", name.lower()), by_key, n=6, cutoff=0.4)
     near = list(dict.fromkeys(by_key[key] for key in keys))[:3] or [entry.gpu.name for entry in entries[:3]]
     return (
-        f"nearest: {', '.join(near)}; describe your own in a file: --gpus-file gpus.yaml (docs/hardware.md)"
+        f"nearest: {', '.join(near)}; describe your own in a file: --gpus-file gpus.yaml"
+        " (docs/how-to/describe-gpus-and-clusters.md)"
     )
 
 

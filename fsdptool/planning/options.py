@@ -139,7 +139,7 @@ class Options(TypedDict, total=False):
         minimum=1)]
     lengths: Annotated[str | Path | None, Option(
         "File with the lengths of tokenised samples: replay micro-batches that are padded to their longest"
-        " sample (docs/plan.md).", "Batch")]
+        " sample (docs/how-to/plan-lengths-that-vary.md).", "Batch")]
     height: Annotated[int | None, Option(
         "Image height in pixels.", "Batch", "recipe.batch.height", minimum=1)]
     width: Annotated[int | None, Option(
@@ -166,7 +166,8 @@ class Options(TypedDict, total=False):
         "settings.reshard_after_forward", value=bool, closes=("reshard_after_forward",))]
     checkpointing: Annotated[str | None, Option(
         "Activation checkpointing: none, full, every_N, selective, selective:every-2-matmuls,"
-        " selective:OPERATOR,..., or optimal, which finds the best policy (docs/checkpointing.md).",
+        " selective:OPERATOR,..., or optimal, which finds the best policy"
+        " (docs/how-to/activation-checkpointing.md).",
         "Sharding", "settings.activation_checkpointing", value=lambda mode: mode != "none",
         closes=("checkpointing",))]
     offload: Annotated[bool | None, Option(

@@ -1,6 +1,6 @@
 """How long a step takes: compute per unit, and FSDP2's overlap of gathers and compute.
 
-An estimate, with every assumption in docs/plan.md. Compute comes from
+An estimate, with every assumption in docs/explanation/time.md. Compute comes from
 :mod:`fsdptool.planning.step_time`. The bandwidth terms of collectives are NCCL's bus-bandwidth
 definitions (nccl-tests, ``doc/PERFORMANCE.md``): a ring all-gather or reduce-scatter of B bytes over N
 ranks moves B x (N-1)/N through every link, an all-reduce twice that.

@@ -10,7 +10,10 @@ from fsdptool.records.plan import Candidate, ComponentBytes, Footprint, Rejectio
 from fsdptool.records.trace import Component
 
 HEADROOM = 0.05
-"""Share of usable memory a search leaves free (docs/plan.md): reserved memory was never measured on a GPU."""
+"""Share of usable memory that a search leaves free: reserved memory was never measured on a GPU.
+
+See docs/explanation/verdict-and-choice.md.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def reserved_range(footprint: Footprint, machine: Machine) -> tuple[int, int] | 
 
     What the caching allocator reserves beyond what is alive depends on fragmentation. A replay follows its
     rules for rank 0 of a run whose streams free in order; published runs had less slack or more
-    (docs/published.md).
+    (docs/explanation/published.md).
     """
     allocated, reserved = footprint.allocated_peak_bytes, footprint.reserved_peak_bytes
     if allocated is None or reserved is None or machine.slack_range is None:

@@ -126,7 +126,7 @@ DATA_OPTIONS = (
     *("pipeline", "latents", "shard_size", "buckets", "fps", "posterior"),
     *("prompts", "sample_steps", "sample_tokens", "temperature"),
 )
-"""Every name ``data.options`` may hold (docs/data.md says what reads which)."""
+"""Every name ``data.options`` may hold (docs/how-to/name-data.md says what reads which)."""
 DataOptions = Annotated[Mapping[str, Any], Keywords(propertyNames={"enum": list(DATA_OPTIONS)})]
 
 

@@ -141,7 +141,7 @@ class Summary:
 
     Attributes:
         status: How the run ended.
-        exit_code: Exit status of the command (docs/exit-codes.md).
+        exit_code: Exit status of the command (docs/reference/exit-codes.md).
         resumable: Whether ``--resume auto`` has a checkpoint to continue from.
         steps: Optimizer steps recorded in metrics.jsonl.
         world_size: Number of processes.

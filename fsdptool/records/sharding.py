@@ -15,7 +15,7 @@ WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]
 Loading = Literal["rows", "broadcast", "units"]
-"""How a training loop fills a model on GPUs (docs/layouts.md).
+"""How a training loop fills a model on GPUs (docs/reference/layouts.md).
 
 ``rows``: each rank reads or makes its own rows on the host, as ``fsdptool train`` does. ``broadcast``: rank 0
 sends one whole parameter after the other, as accelerate does with ``cpu_ram_efficient_loading``. ``units``:
@@ -141,7 +141,7 @@ class UnitPlan:
     """Every unit of a model, in the order ``fully_shard`` must be called (root last).
 
     Attributes:
-        layout: ``native`` or ``accelerate`` (docs/layouts.md).
+        layout: ``native`` or ``accelerate`` (docs/reference/layouts.md).
         units: Bottom-up; the root is last and may own no parameter.
         param_dtype, reduce_dtype, output_dtype: FSDP2's ``MixedPrecisionPolicy``; None leaves
             the tensor's own dtype.

@@ -14,7 +14,10 @@ from typing import Literal
 from fsdptool.records.anatomy import Buffer
 
 Profile = Literal["cuda", "cpu"]
-"""Device profile whose kernels the trace assumes: they differ in what they save (``docs/memory.md``)."""
+"""Device profile whose kernels the trace assumes: they differ in what they save.
+
+See ``docs/explanation/memory-assumptions.md``.
+"""
 
 Marker = Literal["start", "enter", "leave", "loss", "backward", "grad_enter", "grad_leave", "end"]
 

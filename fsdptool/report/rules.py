@@ -84,12 +84,12 @@ def _example(rule: Rule) -> str:
 
 
 def signatures_table(signatures: Iterable[Signature]) -> str:
-    """Return the table of ``docs/diagnose.md``; a test holds the page against it."""
+    """Return the table of known failures, for a page beside the folder of ``rules.md``."""
     rows = []
     for item in signatures:
         anchor = f"{item.code}: {item.title}".lower().replace(" ", "-")
         anchor = "".join(letter for letter in anchor if letter.isalnum() or letter in "-_")
         texts = ", ".join(f"`{printable(text)}`" for text in item.texts)
         cause = item.cause.value.replace("_", " ")
-        rows.append(f"| [{item.code}](rules.md#{anchor}) | {item.title} | {cause} | {texts} |\n")
+        rows.append(f"| [{item.code}](../rules.md#{anchor}) | {item.title} | {cause} | {texts} |\n")
     return "| code | failure | cause | recognised by |\n|---|---|---|---|\n" + "".join(rows)

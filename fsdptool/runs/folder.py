@@ -1,6 +1,6 @@
 """The run folder: names, what the workers read, and how files in it are written. Torch-free.
 
-Layout (docs/runs.md)::
+Layout (docs/reference/run-folder.md)::
 
     run.json          what was started: command line, processes, device, what to resume from
     recipe.json, settings.json, spec.json, units.json, prediction.json, environment.json

@@ -360,6 +360,7 @@ def open_sampler(
     if objective.generates is None:
         raise ConfigError(
             f"evaluation.samples is {recipe.evaluation.samples}, but {objective.name} has nothing to sample",
-            help="set it to 0, or choose an objective that generates text or latents (docs/objectives.md)",
+            help="set it to 0, or choose an objective that generates text or latents"
+            " (docs/reference/objectives.md)",
         )
     return Sampler(recipe, spec, objective, session, folder, loader)

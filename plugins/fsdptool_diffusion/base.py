@@ -156,7 +156,7 @@ class Denoiser(DiffusersFamily):
 
         Args:
             config: A raw configuration.
-            recipe: Its objective's options choose how times are drawn (docs/objectives.md).
+            recipe: Its objective's options choose how times are drawn (docs/reference/objectives.md).
             samples: ``latents``, ``noise``, ``uniform`` (one number in [0, 1)), ``size`` (original
                 height and width, crop top and left, target height and width), and the text's tensors
                 by the names pipelines give them or the denoiser's own.

@@ -1,4 +1,4 @@
-"""One launch of ``prove_cases.py`` over two processes, for the test and for docs/python.md."""
+"""One launch of ``prove_cases.py`` over two processes, for the test and for docs/how-to/prove-sharding.md."""
 
 from __future__ import annotations
 

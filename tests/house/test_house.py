@@ -169,7 +169,7 @@ def test_groups_of_tests_stay_on_one_worker(request: pytest.FixtureRequest) -> N
 
 def test_no_page_or_result_names_a_folder_of_a_machine() -> None:
     """A result that quotes a traceback or a transcript would."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks" / "results").glob("*")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*")]
     place = re.compile(r"(?<![\w.])/(?:tmp|work|root|home|mnt)/")
     found = {str(page.relative_to(ROOT)) for page in pages if place.search(page.read_text(encoding="utf-8"))}
     assert len(pages) > 50

@@ -43,7 +43,7 @@ PAGES = sorted(
     path
     for pattern in (
         "*.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "examples/**/*.md",
         "plugins/*/*.md",
         "schemas/*.json",

@@ -22,7 +22,6 @@ from fsdptool.launch.outcome import write_summary
 from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
 from fsdptool.report.console.diagnosis import print_diagnosis
-from fsdptool.report.rules import signatures_table
 from fsdptool.runs import diagnose as module
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
 from fsdptool.runs.events import EventLog, WorkerPhase
@@ -314,11 +313,6 @@ def test_every_signature_is_well_formed() -> None:
         assert all(len(text) >= 8 or text == "EADDRINUSE" for text in item.texts), item.code
         assert item.why.endswith(".")
         assert item.change.endswith(".")
-
-
-def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n{signatures_table(signatures())}")
 
 
 NOW = "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [PG ID 0 PG GUID 0(default_pg) Rank {0}] "

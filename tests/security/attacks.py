@@ -41,7 +41,7 @@ PATIENCE = 300
 """Seconds after which something counts as hanging; nothing here is meant to take a tenth of it."""
 
 DOCUMENTED = {0, 1, 2, 4, 5, 75, 130}
-"""Exit statuses a stranger's file may lead to (docs/exit-codes.md); 3 is a bug of ours."""
+"""Exit statuses a stranger's file may lead to (docs/reference/exit-codes.md); 3 is a bug of ours."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer.main
 from fsdptool.cli.app import build_app
 
 HERE = Path(__file__).parent
-PAGE = (HERE.parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+PAGE = (HERE.parents[1] / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
 
 
 def test_the_page_names_tests_that_exist() -> None:

@@ -17,7 +17,7 @@ from fsdptool.records.recipe import Optimizer
 from fsdptool.training.memory_meter import _SPAN, allocator_events, highest
 from fsdptool.training.optimizers.sharded import ShardedOptimizer, build_optimizer
 
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md"
 CHOICES = get_type_hints(Optimizer)
 SHAPES = {"blocks.0.weight": (96, 64), "blocks.0.bias": (96,), "blocks.0.experts.up": (4, 32, 64)}
 
@@ -32,8 +32,8 @@ def test_the_table_has_the_recipes_choices() -> None:
 
 
 def test_the_docs_have_a_row_for_each() -> None:
-    section = DOCS.read_text(encoding="utf-8").split("### Optimizers")[1]
-    rows = re.findall(r"^\| `(\w+)` \|", section.split("\n\n")[2], flags=re.MULTILINE)
+    table = DOCS.read_text(encoding="utf-8").split("| `optimizer.name` |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
     assert rows == list(OPTIMIZERS)
 
 

@@ -1,6 +1,6 @@
 """What a dialect must offer, and the reading that it takes part in: facts with origins, findings with fixes.
 
-Authors subclass :class:`Dialect` (docs/config.md).
+Authors subclass :class:`Dialect` (docs/how-to/add-a-dialect.md).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class DiffusersFamily(CatalogueFamily):
         """
         raise ModelError(
             f"the inputs of {self.model_class(config)} are not known",
-            help="write a family plugin for the model (docs/families.md)",
+            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
         )
 
     def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -100,7 +100,7 @@ class DiffusersFamily(CatalogueFamily):
         """
         raise ModelError(
             f"how to call {type(model).__name__} is not known",
-            help="write a family plugin for the model (docs/families.md)",
+            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
         )
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
@@ -261,7 +261,7 @@ class TransformersFamily(CatalogueFamily):
         except AttributeError as error:
             raise ModelError(
                 f"{type(configuration).__name__} lacks what objective {name!r} needs: {error}",
-                help="write a family plugin for the model (docs/families.md)",
+                help="write a family plugin for the model (docs/how-to/add-a-family.md)",
             ) from error
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:

@@ -1,4 +1,4 @@
-"""The library of objectives any family may use (docs/objectives.md)."""
+"""The library of objectives any family may use (docs/reference/objectives.md)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class _Denoising(SquaredDistance):
 
     Args:
         denoise: The family's call of its denoiser.
-        options: Sampling options (docs/objectives.md); they act when a batch is assembled.
+        options: Sampling options (docs/reference/objectives.md); they act when a batch is assembled.
     """
 
     unit = "samples"

@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors and JSON only, written aside, digested and renamed (docs/runs.md)."""
+"""Checkpoints: safetensors and JSON only, written aside, digested and renamed (docs/explanation/runs.md)."""

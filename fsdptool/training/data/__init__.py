@@ -1,4 +1,7 @@
-"""Data of a training run: sources, tokens, packing, order over ranks, exact positions (docs/data.md)."""
+"""Data of a training run: sources, tokens, packing, order over ranks, exact positions.
+
+See docs/explanation/data-order.md.
+"""
 
 from fsdptool.training.data.build import (
     build_batches,

@@ -1,1 +1,1 @@
-"""Turning a run's checkpoint into folders other libraries load (docs/runs.md)."""
+"""Turning a run's checkpoint into folders other libraries load (docs/how-to/export.md)."""
