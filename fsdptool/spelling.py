@@ -150,14 +150,35 @@ def _split(text: str) -> list[str]:
 
 def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.72) -> str | None:
     """Return the known key nearest to ``word``, or None when none is near."""
+    return next(iter(all_near(word, known, most=1, cutoff=cutoff)), None)
+
+
+def all_near(word: object, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the known names that are near to ``word``, the nearest first.
+
+    Args:
+        word: What somebody wrote.
+        known: The names to choose from.
+        most: Names that are returned at most.
+        cutoff: Similarity that a name must have, from 0 to 1 (:func:`difflib.get_close_matches`).
+    """
     target = normal(word)
-    if len(target) > 80:
-        return None
+    if len(target) > _LONGEST:
+        return []
     pool = {normal(item): item for item in known}
-    if target in pool:
-        return pool[target]
-    close = difflib.get_close_matches(target, list(pool), n=1, cutoff=cutoff)
-    return pool[close[0]] if close else None
+    if target in pool and most == 1:
+        return [pool[target]]
+    return [pool[form] for form in difflib.get_close_matches(target, list(pool), n=most, cutoff=cutoff)]
+
+
+def did_you_mean(word: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return ``did you mean A or B?`` with the names near to ``word``, or None when none is near."""
+    near = all_near(word, known, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
+_LONGEST = 80
+"""Letters of a word that is compared; a mistyped name is shorter."""
 
 
 def same_ends(word: object, known: Iterable[str]) -> str | None:

@@ -160,13 +160,16 @@ def _note_in_summary(run: Path, folder: Path) -> None:
     """Name the export in the run's summary, if there is one."""
     import contextlib
 
-    from fsdptool.runs.folder import SUMMARY, read_json, write_json
+    from fsdptool.files.values import read_own_json
+    from fsdptool.runs.folder import SUMMARY, write_json
 
     path = run / SUMMARY
     if path.exists():
         with contextlib.suppress(OSError):
             inside = folder.is_relative_to(run)
-            write_json(path, read_json(path) | {"export": str(folder.relative_to(run) if inside else folder)})
+            write_json(
+                path, read_own_json(path) | {"export": str(folder.relative_to(run) if inside else folder)}
+            )
 
 
 @suggest_keywords()

@@ -322,7 +322,7 @@ def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> Non
     advice = None
     if hint in (int, float) and isinstance(value, str):
         with contextlib.suppress(ValueError, OverflowError):
-            advice = f"YAML 1.1 reads {value!r} as text; write {_number(hint, value)}"
+            advice = f"YAML 1.1 reads {value!r} as text; write {_yaml_number(hint, value)}"
     elif hint is str:
         advice = f"write it in quotes: '{node.raw}'"
     elif hint is bool and spelling.boolean(value) is not None:
@@ -332,7 +332,7 @@ def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> Non
     )
 
 
-def _number(hint: type, text: str) -> str:
+def _yaml_number(hint: type, text: str) -> str:
     number = float(text)
     if not finite(number):
         raise ValueError(text)

@@ -128,7 +128,7 @@ class Session:
         return answer
 
 
-def choose_device(settings: FsdpSettings, local_rank: int) -> torch.device:
+def device_of_rank(settings: FsdpSettings, local_rank: int) -> torch.device:
     """Return the device of this rank: CUDA where there is one and the file does not ask for the CPU.
 
     Raises:
@@ -210,7 +210,7 @@ def open_session(settings: FsdpSettings, expert_parallel: int = 1) -> Session:
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = resolve_dims(settings, world_size).with_experts(expert_parallel)
-    device = choose_device(settings, local_rank)
+    device = device_of_rank(settings, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         bind_to_gpu(torch.cuda.get_device_properties(device))

@@ -12,7 +12,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,7 @@ from fsdptool.families.protocol import API_VERSION, Family, Flavour
 from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.spelling import all_near
 
 GROUP = "fsdptool.families"
 
@@ -180,10 +180,10 @@ def _describe(config: Mapping[str, Any]) -> str:
 
 def _suggestion(name: str, known: Iterable[str], *, prefix: str = "") -> str | None:
     by_fold = {item.casefold(): item for item in known}
-    near = get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.6)
-    if not near:
-        near = [item for item in by_fold if item.startswith(name.casefold())][:3] if name else []
-    return f"did you mean {' or '.join(prefix + by_fold[item] for item in near)}?" if near else None
+    near = all_near(name, by_fold.values())
+    if not near and name:
+        near = [by_fold[item] for item in by_fold if item.startswith(name.casefold())][:3]
+    return f"did you mean {' or '.join(prefix + item for item in near)}?" if near else None
 
 
 def _contested(name: str, origin: Origin, origins: tuple[Origin, ...]) -> Diagnostic:

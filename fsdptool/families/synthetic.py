@@ -8,7 +8,7 @@ multimodal configuration still fit. torch is imported on use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.protocol import TensorSpec
 
@@ -92,24 +92,13 @@ _DERIVED = frozenset(
 _LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "block_types")
 
 
-class Completing(Protocol):
-    """A family that can fill in what a raw configuration leaves to its class's defaults."""
-
-    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
-        """Return the configuration with every key."""
-        ...
-
-    def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what the general rules get wrong: dotted keys and their small values."""
-        ...
-
-
 def shrink(family: Any, config: Mapping[str, Any], model_class: str | None = None) -> dict[str, Any]:
     """Return a small configuration of the same structure.
 
     Args:
-        family: The family that builds it. ``complete`` and ``small`` (see :class:`Completing`) are
-            used where it has them.
+        family: The family that builds it. Where it has them, ``complete(config, model_class)`` returns the
+            configuration with every key, and ``small(config)`` what the general rules get wrong: dotted keys
+            and their small values.
         config: A raw configuration.
         model_class: Class that will be built; None asks the family.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.files.text import UnreadableError, read_bytes, read_source
+from fsdptool.files.text import UnreadableError, exists, read_bytes, read_source
 from fsdptool.files.tree import DEPTH_LIMIT, Node, ParseError, effective_entries
 from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.spelling import nearest
@@ -41,6 +41,27 @@ def read_json(path: Path, *, limit: int = JSON_LIMIT) -> Any:
         raise UnreadableError("FSD103", f"the file is not UTF-8 (offset {error.start})") from error
     except ValueError as error:
         raise UnreadableError("FSD104", f"not valid JSON: {error}") from error
+
+
+def read_own_json(path: Path, folder_kind: str = "run folder") -> Any:
+    """Return the JSON document that a folder of ours holds.
+
+    Args:
+        path: The file.
+        folder_kind: What the folder is not if the file is missing.
+
+    Raises:
+        ConfigError: It is missing, unreadable or no JSON; the message is one line.
+    """
+    if not exists(path):
+        raise ConfigError(
+            f"{path.parent} is not a {folder_kind}: {path.name} is missing",
+            help="use a folder that `fsdptool train` wrote",
+        )
+    try:
+        return read_json(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
 
 
 def load_json(text: str) -> Any:

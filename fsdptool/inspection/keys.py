@@ -12,11 +12,11 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,13 +148,13 @@ def _compare(
             continue
         taken = set(present if present is not None else given)
         choices = [name for name in known if name not in taken and not name.startswith("_")]
-        near = get_close_matches(key, choices, n=1, cutoff=_NEAR)
+        near = nearest(key, choices, cutoff=_NEAR)
         if near:
             yield _finding(
                 MISSPELT,
                 "warning",
-                f"{reader} {does} the key {prefix}{key}; it knows {near[0]}",
-                f"write {near[0]} if that is meant; currently the default is used",
+                f"{reader} {does} the key {prefix}{key}; it knows {near}",
+                f"write {near} if that is meant; currently the default is used",
             )
         else:
             unread.append(prefix + key)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
 from fsdptool.errors import ModelError
 from fsdptool.families.protocol import WrapHint
 from fsdptool.inspection.census import CONTAINERS, Census
 from fsdptool.records.anatomy import WrapCandidate, WrapChoice, WrapOrigin, WrapReason
+from fsdptool.spelling import did_you_mean
 
 STAGE_SHARE = 0.80
 """A class is stepped through if the blocks inside it hold at least this share of it."""
@@ -126,10 +126,9 @@ def _must_be_live(census: Census, name: str) -> None:
         raise ModelError(
             f"{name} is the whole model", help="the root is always sharded; use the class of its blocks"
         )
-    near = get_close_matches(name, census.by_class, n=3)
     raise ModelError(
         f"{root} does not contain {name}",
-        help=f"did you mean {' or '.join(near)}?" if near else "`fsdptool detect REF` lists its classes",
+        help=did_you_mean(name, census.by_class) or "`fsdptool detect REF` lists its classes",
     )
 
 

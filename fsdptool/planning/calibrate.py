@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files.values import read_object
-from fsdptool.planning.compare import read_prediction, read_summary, sound
+from fsdptool.planning.compare import read_summary, required_prediction, sound
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.records.cluster import AttentionRate, Gpu, Machine
 from fsdptool.records.codec import from_json
@@ -44,7 +44,7 @@ def read_sample(folder: Path) -> Sample:
     lines = [line for line in metrics if line.get("memory_reserved_peak_bytes") is not None]
     return Sample(
         folder=str(folder),
-        predicted=read_prediction(folder),
+        predicted=required_prediction(folder),
         step_seconds=summary.get("throughput", {}).get("step_seconds_median"),
         reserved_bytes=max((line["memory_reserved_peak_bytes"] for line in lines), default=None),
         allocated_bytes=largest_peak(summary.get("measured_peak_bytes", ()), metrics),

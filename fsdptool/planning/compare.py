@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
-from fsdptool.files import values
-from fsdptool.files.text import UnreadableError
-from fsdptool.files.values import check, read_object
+from fsdptool.files.values import check, read_object, read_own_json
 from fsdptool.planning.plan import chosen_candidate, make_plan, plan_from, read_plan
 from fsdptool.planning.request import Request
-from fsdptool.records.codec import from_json, to_json
+from fsdptool.records.codec import to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate, Moment, Plan
 from fsdptool.records.run import RunPhase
+from fsdptool.runs.folder import read_prediction
 
 _PHASES = [phase.value for phase in RunPhase]
 
@@ -39,7 +38,7 @@ def compare(left: Path | Plan, right: Path | Plan) -> Comparison:
     if first is not None and second is not None and first.resolve() != second.resolve():
         raise PlanError("two run folders cannot be compared", help="give a plan and a run folder")
     if second is not None:
-        predicted = read_prediction(first) if first is not None else chosen_candidate(_plan(left))
+        predicted = required_prediction(first) if first is not None else chosen_candidate(_plan(left))
         return _against_run(predicted, _name(left), second)
     if first is not None:
         return _against_run(chosen_candidate(_plan(right)), _name(right), first)
@@ -156,10 +155,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """Return a run's ``summary.json``.
 
     Raises:
-        PlanError: It is missing or unreadable.
-        ConfigError: It is not what a run writes.
+        ConfigError: It is missing, unreadable, or not what a run writes.
     """
-    summary: dict[str, Any] = read_json(folder / _SUMMARY)
+    summary: dict[str, Any] = read_own_json(folder / _SUMMARY, "finished run folder")
     check(summary, "summary", where=str(folder / _SUMMARY))
     return summary
 
@@ -195,32 +193,17 @@ def _ranks(candidate: Candidate) -> int:
     return candidate.settings.ranks
 
 
-def read_prediction(folder: Path) -> Candidate:
+def required_prediction(folder: Path) -> Candidate:
     """Return what a run's own prediction said.
 
     Raises:
         PlanError: The run was started without one.
+        ConfigError: It is unreadable.
     """
-    data = read_json(folder / _PREDICTION)
-    if data is None:
+    prediction = read_prediction(folder)
+    if prediction is None:
         raise PlanError(f"{folder} has no prediction", help="give the plan it was started from")
-    return from_json(Candidate, data, where=str(folder / _PREDICTION))
-
-
-def read_json(path: Path) -> Any:
-    """Return a run folder's JSON file.
-
-    Raises:
-        PlanError: It is missing or unreadable: the folder is not a finished run.
-    """
-    if not path.exists():
-        raise PlanError(
-            f"{path.parent} is not a finished run folder: {path.name} is missing", help="check the path"
-        )
-    try:
-        return values.read_json(path)
-    except UnreadableError as error:
-        raise PlanError(f"{path}: {error.message}") from error
+    return prediction
 
 
 def _most(lines: Sequence[Mapping[str, Any]], key: str) -> int | None:

@@ -8,7 +8,6 @@ trace can see (context, communicators, efficiencies): the shipped values are ass
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from fsdptool.records.cluster import ALLOCATOR_VARIABLES, AttentionRate, Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
+from fsdptool.spelling import all_near
 
 _GPUS = Path(__file__).parent / "data" / "gpus.json"
 _NOISE = frozenset(
@@ -174,7 +174,7 @@ def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
     by_key |= {
         re.sub(r"\W", "", alias.lower()): e.gpu.name for e in entries for alias in (*e.aliases, e.gpu.name)
     }
-    keys = difflib.get_close_matches(re.sub(r"\W", "", name.lower()), by_key, n=6, cutoff=0.4)
+    keys = all_near(re.sub(r"\W", "", name.lower()), by_key, most=6, cutoff=0.4)
     near = list(dict.fromkeys(by_key[key] for key in keys))[:3] or [entry.gpu.name for entry in entries[:3]]
     return (
         f"nearest: {', '.join(near)}; describe your own in a file: --gpus-file gpus.yaml"

@@ -34,8 +34,8 @@ def plan_lines(plan: Plan) -> list[str]:
             f"{words.duration(candidate.step_seconds)} per step, {words.speed(candidate)} (estimate)"
         )
     held = [
-        _number(len(plan.candidates), "candidate"),
-        _number(len(plan.next_steps), "suggestion"),
+        _counted(len(plan.candidates), "candidate"),
+        _counted(len(plan.next_steps), "suggestion"),
         *_severities(plan.diagnostics),
     ]
     return _printable([*lines, ", ".join(held)])
@@ -57,7 +57,7 @@ def detection_lines(answer: Answer[Detection]) -> list[str]:
         f" {count(largest.parameters)}, {largest.share:.1%} of all"
     )
     if detection.ties:
-        lines.append(_number(len(detection.ties), "group") + " of tied parameters")
+        lines.append(_counted(len(detection.ties), "group") + " of tied parameters")
     return _printable([*lines, *_found(answer.envelope.diagnostics)])
 
 
@@ -77,7 +77,7 @@ def verdict_lines(readings: Sequence[Reading]) -> list[str]:
     """Return the findings in files in a few lines, the most severe first."""
     findings = [item for reading in readings for item in reading.diagnostics]
     count_of = ", ".join(_severities(findings)) or "no findings"
-    lines = [f"{_number(len(readings), 'file')}: {count_of}"]
+    lines = [f"{_counted(len(readings), 'file')}: {count_of}"]
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda item: order[item.severity])
     for item in findings[:_SHOWN_FINDINGS]:
@@ -98,10 +98,10 @@ def _found(diagnostics: Iterable[Diagnostic]) -> list[str]:
 def _severities(diagnostics: Iterable[Diagnostic]) -> list[str]:
     found = [item.severity for item in diagnostics]
     names = {"error": "error", "warning": "warning", "info": "note"}
-    return [_number(found.count(kind), name) for kind, name in names.items() if kind in found]
+    return [_counted(found.count(kind), name) for kind, name in names.items() if kind in found]
 
 
-def _number(value: int, noun: str) -> str:
+def _counted(value: int, noun: str) -> str:
     return f"{value} {noun}{'s' * (value != 1)}"
 
 

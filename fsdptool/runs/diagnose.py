@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import UnreadableError, is_file, is_folder, read_ends
-from fsdptool.files.values import moment
+from fsdptool.files.values import moment, read_own_json
 from fsdptool.records.codec import from_json
 from fsdptool.records.diagnosis import (
     CollectiveCall,
@@ -31,7 +31,7 @@ from fsdptool.records.diagnosis import (
 )
 from fsdptool.records.run import RunView
 from fsdptool.runs.events import STARTUP, WorkerPhase, ranks_in, tail_events
-from fsdptool.runs.folder import LOGS, RUN, read_json
+from fsdptool.runs.folder import LOGS, RUN
 from fsdptool.runs.progress import phase_text
 from fsdptool.runs.view import read_view
 
@@ -306,7 +306,7 @@ def _absent_ranks(logs: Sequence[LogText], failures: Sequence[RecognisedFailure]
         rank
         for log in logs
         for match in (*_RANK.finditer(log.text), *_LOCAL_RANK.finditer(log.text))
-        if (rank := _number(match)) is not None
+        if (rank := _rank_in(match)) is not None
     }
     absent = sorted(named - waited)
     if absent:
@@ -445,10 +445,10 @@ def _phase_of(text: str, at: int) -> FailurePhase | None:
 
 def _rank_of(line: str) -> int | None:
     match = _RANK.search(line) or _LOCAL_RANK.search(line)
-    return _number(match) if match else None
+    return _rank_in(match) if match else None
 
 
-def _number(match: re.Match[str]) -> int | None:
+def _rank_in(match: re.Match[str]) -> int | None:
     digits = next(group for group in match.groups() if group)
     return int(digits) if len(digits) <= _RANK_DIGITS else None
 
@@ -551,7 +551,7 @@ def _failure_text(rank: int, event: Mapping[str, Any]) -> LogText:
 
 def _memory_account(folder: Path) -> Mapping[str, Any] | None:
     with contextlib.suppress(ConfigError):
-        account = read_json(folder / LOGS / "out-of-memory.json")
+        account = read_own_json(folder / LOGS / "out-of-memory.json")
         return account if _is_account(account) else None
     return None
 

@@ -84,7 +84,7 @@ def read_start(folder: Path) -> Start:
     Raises:
         ConfigError: The folder is not a run folder, or the file is damaged.
     """
-    document = read_json(folder / RUN)
+    document = values.read_own_json(folder / RUN)
     if not isinstance(document, dict):
         raise ConfigError(f"{folder / RUN} is not the description of a run")
     names = Start.__dataclass_fields__
@@ -106,7 +106,7 @@ def is_run_folder(folder: Path) -> bool:
 def read_prediction(folder: Path) -> Candidate | None:
     """Return what the plan said of this run, or None if nothing could be derived."""
     path = folder / PREDICTION
-    raw = read_json(path) if exists(path) else None
+    raw = values.read_own_json(path) if exists(path) else None
     from fsdptool.records.plan import Candidate
 
     return None if raw is None else from_json(Candidate, raw, where=PREDICTION)
@@ -125,23 +125,6 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "variables": chosen,
     }
-
-
-def read_json(path: Path) -> Any:
-    """Return the JSON document at ``path``.
-
-    Raises:
-        ConfigError: It is missing, unreadable or no JSON; the message is one line.
-    """
-    if not exists(path):
-        raise ConfigError(
-            f"{path.parent} is not a run folder: {path.name} is missing",
-            help="use a folder that `fsdptool train` wrote",
-        )
-    try:
-        return values.read_json(path)
-    except UnreadableError as error:
-        raise ConfigError(f"{path}: {error.message}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

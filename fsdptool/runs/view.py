@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdptool.errors import ConfigError, ExitCode
-from fsdptool.files.values import check, count, moment, number
+from fsdptool.files.values import check, count, moment, number, read_own_json
 from fsdptool.records.codec import from_json
 from fsdptool.records.plan import Candidate
 from fsdptool.records.run import PhaseMemory, RankProgress, RunFailure, RunPhase, RunState, RunView
@@ -23,7 +23,6 @@ from fsdptool.runs.folder import (
     METRICS,
     RUN,
     SUMMARY,
-    read_json,
     read_prediction,
     read_start,
 )
@@ -290,7 +289,7 @@ def _summary_of_this_start(folder: Path, started: float) -> dict[str, Any]:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(ConfigError):
-        document = read_json(path)
+        document = read_own_json(path)
         return document if isinstance(document, dict) else {}
     return {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.recipe import Recipe
 from fsdptool.source.imports import IMPORT_FLAG, is_import
+from fsdptool.spelling import did_you_mean
 
 ZERO_LAYERS = "DET101"
 IGNORED_REMOTE_CODE = "DET102"
@@ -105,7 +105,8 @@ def check_known(config: Mapping[str, Any], where: str, *, trust_remote_code: boo
         if known and name not in known:
             raise BadReference(
                 f"{where}: class {name!r} is not in diffusers {_version('diffusers')}",
-                help=_nearest(name, known) or "install a diffusers that has it, or a plugin that provides it",
+                help=did_you_mean(name, known, cutoff=0.7)
+                or "install a diffusers that has it, or a plugin that provides it",
             )
         return ()
     model_type = config.get("model_type")
@@ -122,7 +123,7 @@ def check_known(config: Mapping[str, Any], where: str, *, trust_remote_code: boo
         if not remote:
             raise BadReference(
                 f"{where}: model_type {model_type!r} is unknown to transformers {_version('transformers')}",
-                help=_nearest(model_type, known)
+                help=did_you_mean(model_type, known, cutoff=0.7)
                 or "upgrade transformers, or install a plugin that provides it",
             )
     elif remote and not trust_remote_code:
@@ -180,11 +181,6 @@ def library_source(package: str, file: str) -> str:
         except OSError:
             continue
     return ""
-
-
-def _nearest(name: str, known: frozenset[str]) -> str | None:
-    near = get_close_matches(name, known, n=3, cutoff=0.7)
-    return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def _version(package: str) -> str:

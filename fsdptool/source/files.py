@@ -6,20 +6,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.files.text import UnreadableError, exists, is_file, read_bytes
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.spelling import nearest
 
 REPEATED_KEY = "DET104"
 _SHOWN = 8
 _LARGEST = 16 * 1024 * 1024
 
 
-def read_json(path: Path, *, largest: int = _LARGEST) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
+def read_config(path: Path, *, largest: int = _LARGEST) -> tuple[Mapping[str, Any], tuple[Diagnostic, ...]]:
     """Return the JSON object in ``path``, and a finding for each key that it writes again.
 
     Args:
@@ -189,10 +189,10 @@ def pick(
     if wanted is not None:
         if wanted in have:
             return have[wanted], ()
-        near = get_close_matches(wanted, have, n=1)
+        near = nearest(wanted, have, cutoff=0.6)
         raise ReferenceError(
             f"{where} has no model component {wanted!r}",
-            help=f"did you mean {near[0]}? it has: {listed}" if near else f"it has: {listed}",
+            help=f"did you mean {near}? it has: {listed}" if near else f"it has: {listed}",
         )
     present = [name for name in _DENOISERS if name in have]
     if not present:

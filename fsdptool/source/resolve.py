@@ -29,7 +29,7 @@ from fsdptool.source.files import (
     components,
     expanded,
     pick,
-    read_json,
+    read_config,
     refuse_pages,
     short,
 )
@@ -154,7 +154,7 @@ class _Options:
     """About the files that were read on the way."""
 
     def read(self, path: Path) -> Mapping[str, Any]:
-        data, findings = read_json(path)
+        data, findings = read_config(path)
         self.findings += findings
         return data
 
@@ -268,7 +268,7 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
 
 def _is_complete(folder: Path, config: Path) -> bool:
     """Say whether a folder holds a model beside an adapter, and not the configuration of its base alone."""
-    return bool(find_weights(folder, "transformers", read_json(config)[0]).files)
+    return bool(find_weights(folder, "transformers", read_config(config)[0]).files)
 
 
 def _beside(folder: Path | None) -> str:

@@ -21,7 +21,7 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
 from fsdptool.records.recipe import ModelChoice
 from fsdptool.source.config_checks import library_source, transformers_model_types
-from fsdptool.source.files import read_json
+from fsdptool.source.files import read_config
 
 LEFT_OUT = "DET116"
 UNREADABLE = "DET117"
@@ -208,7 +208,7 @@ def _read_by_name(
 def _shards(folder: Path, index: str, downloaded: bool) -> tuple[str, ...]:
     """Return the files that an index names; none of a model of which only the JSON files were downloaded."""
     try:
-        table = read_json(_regular(folder / index), largest=_LARGEST_INDEX)[0].get("weight_map")
+        table = read_config(_regular(folder / index), largest=_LARGEST_INDEX)[0].get("weight_map")
     except BadReference as error:
         raise _UnreadableError(error.message, error.help or "repair the file") from None
     names = set(table.values()) if isinstance(table, Mapping) and _all_text(table.values()) else set()

@@ -22,8 +22,8 @@ import fsdptool as fsdp
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.errors import StorageError
 from fsdptool.files.values import load_schema
+from fsdptool.files.values import read_own_json as read_json
 from fsdptool.runs.events import read_lines
-from fsdptool.runs.folder import read_json
 from fsdptool.runs.manifest import list_checkpoints
 from fsdptool.training.export import adapters
 

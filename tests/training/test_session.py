@@ -64,13 +64,13 @@ def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(devices, "DRIVER_FILES", {Driver.NVIDIA: (str(tmp_path / "missing"),)})
-    assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
+    assert session.device_of_rank(FsdpSettings(), 0) == torch.device("cpu")
     monkeypatch.setattr(devices, "DRIVER_FILES", {Driver.NVIDIA: (str(tmp_path),)})
     with pytest.raises(ConfigError, match="GPUs that torch cannot use: Torch not compiled with CUDA enabled"):
-        session.choose_device(FsdpSettings(), 0)
-    assert session.choose_device(FsdpSettings(use_cpu=True), 0) == torch.device("cpu")
+        session.device_of_rank(FsdpSettings(), 0)
+    assert session.device_of_rank(FsdpSettings(use_cpu=True), 0) == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert session.choose_device(FsdpSettings(), 0) == torch.device("cpu")
+    assert session.device_of_rank(FsdpSettings(), 0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class Trl(Trainer):
         return super().migrate(steps, lint, target)
 
 
-def _number(lint: LintContext, key: str, default: int | None = None) -> int | None:
+def _whole_number(lint: LintContext, key: str, default: int | None = None) -> int | None:
     entry = lint.root.get(key)
     if entry is None or entry.node.value is None:
         return default
@@ -187,8 +187,8 @@ def _judge_liger(lint: LintContext) -> None:
 def _judge_batch(lint: LintContext) -> None:
     """What GRPO's configuration refuses (``trainer/grpo_config.py:GRPOConfig.__post_init__``)."""
     entry = lint.root.get("generation_batch_size")
-    total = _number(lint, "generation_batch_size")
-    processes, each = lint.get("num_processes"), _number(lint, "per_device_train_batch_size", 8)
+    total = _whole_number(lint, "generation_batch_size")
+    processes, each = lint.get("num_processes"), _whole_number(lint, "per_device_train_batch_size", 8)
     if entry is None or total is None or each is None:
         return
     if isinstance(processes, int) and total % (each * processes):
@@ -196,7 +196,7 @@ def _judge_batch(lint: LintContext) -> None:
             f"{total} is not a multiple of {each} x {processes} (per_device_train_batch_size x num_processes)"
         )
         lint.report_value("FSD360", f"generation_batch_size {words}", entry)
-    answers = _number(lint, "num_generations", 8)
+    answers = _whole_number(lint, "num_generations", 8)
     if answers is not None and total % answers:
         lint.report_value(
             "FSD360", f"generation_batch_size {total} is not a multiple of num_generations {answers}", entry

@@ -119,7 +119,7 @@ class Orpo(Preference):
 
     def __init__(self, odds_weight: float = 0.1, chunk: int = 1024, auxiliary: float | None = None) -> None:
         super().__init__(chunk, auxiliary)
-        self.odds_weight = _number(self.name, "odds_weight", odds_weight)
+        self.odds_weight = _finite_option(self.name, "odds_weight", odds_weight)
 
     def preference(self, log_probabilities: Tensor, lengths: Tensor) -> Tensor:
         """Return likelihood and odds ratio of each pair."""
@@ -150,7 +150,10 @@ class SimPo(Preference):
         self, beta: float = 2.0, margin: float = 1.0, chunk: int = 1024, auxiliary: float | None = None
     ) -> None:
         super().__init__(chunk, auxiliary)
-        self.beta, self.margin = _number(self.name, "beta", beta), _number(self.name, "margin", margin)
+        self.beta, self.margin = (
+            _finite_option(self.name, "beta", beta),
+            _finite_option(self.name, "margin", margin),
+        )
 
     def preference(self, log_probabilities: Tensor, lengths: Tensor) -> Tensor:
         """Return the loss of the difference of rewards."""
@@ -177,7 +180,7 @@ class Dpo(Preference):
 
     def __init__(self, beta: float = 0.1, chunk: int = 1024, auxiliary: float | None = None) -> None:
         super().__init__(chunk, auxiliary)
-        self.beta = _number(self.name, "beta", beta)
+        self.beta = _finite_option(self.name, "beta", beta)
 
     def preference(self, log_probabilities: Tensor, lengths: Tensor) -> Tensor:
         """Return the negative log-likelihood per token of the chosen answers."""
@@ -206,7 +209,7 @@ def _sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
-def _number(objective: str, name: str, value: Any) -> float:
+def _finite_option(objective: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ConfigError(f"objective {objective}: {name} must be a number of at least 0, got {value!r}")
     return float(value)

@@ -139,7 +139,7 @@ class Progress:
 
 def step_text(event: Mapping[str, Any]) -> str:
     """Return the figures of one step."""
-    parts = [f"loss {_number(event.get('loss'))}"]
+    parts = [f"loss {_loss_text(event.get('loss'))}"]
     if event.get("grad_norm") is not None:
         parts.append(f"grad norm {event['grad_norm']:.3f}")
     parts.append(f"lr {event['lr']:.2e}")
@@ -158,8 +158,8 @@ def validation_text(event: Mapping[str, Any]) -> str:
     """Return a validation loss, and what of it is the load-balancing loss of the routers, if any is."""
     loss, routers = event.get("loss"), (event.get("metrics") or {}).get("auxiliary_loss")
     if loss is None or routers is None:
-        return _number(loss)
-    return f"{_number(loss)}, of which {_number(routers)} is the routers' load-balancing loss"
+        return _loss_text(loss)
+    return f"{_loss_text(loss)}, of which {_loss_text(routers)} is the routers' load-balancing loss"
 
 
 def proof_text(proof: Mapping[str, Any]) -> str:
@@ -170,7 +170,7 @@ def proof_text(proof: Mapping[str, Any]) -> str:
     return f"{proof.get('units')} units, {proof.get('parameters')} parameters ({kinds}); per rank {share}"
 
 
-def _number(value: float | None) -> str:
+def _loss_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
