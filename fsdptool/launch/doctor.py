@@ -31,7 +31,7 @@ LIBRARIES = (
     "datasets",
     "safetensors",
     "huggingface_hub",
-    *(tracker.package for tracker in TRACKERS.values()),
+    *TRACKERS.values(),
 )
 _PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0

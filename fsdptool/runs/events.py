@@ -26,9 +26,10 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.run import Metrics
 from fsdptool.runs.folder import EVENTS, LOGS, METRICS, write_text
 from fsdptool.runs.signals import install_stack_dump
+from fsdptool.runs.trackers import scalars
 
 if TYPE_CHECKING:
-    from fsdptool.runs.trackers import Tracker
+    from accelerate.tracking import GeneralTracker
 
 SUPERVISOR = "FSDPTOOL_SUPERVISOR_PID"
 """Environment variable with the process id of the fsdptool parent on this machine."""
@@ -143,11 +144,11 @@ class EventLog:
         self.attempt = attempt
         self._file = LineFile(event_path(folder, rank))
         self._metrics = LineFile(folder / METRICS) if rank == 0 else None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[GeneralTracker] = []
         self._log_every = 1
         self._moments: dict[str, int] = {}
 
-    def add_trackers(self, trackers: Iterable[Tracker], *, every: int = 1) -> None:
+    def add_trackers(self, trackers: Iterable[GeneralTracker], *, every: int = 1) -> None:
         """Send every ``every``-th step to ``trackers`` as well (rank 0)."""
         self._trackers += trackers
         self._log_every = max(every, 1)
@@ -183,9 +184,9 @@ class EventLog:
                 help="free disk space and resume the run",
             ) from error
         if metrics.step % self._log_every == 0:
-            self._track(lambda tracker: tracker.log(metrics))
+            self._track(lambda tracker: tracker.log(scalars(metrics), step=metrics.step))
 
-    def _track(self, act: Callable[[Tracker], None]) -> None:
+    def _track(self, act: Callable[[GeneralTracker], None]) -> None:
         """Let every tracker do something; one that fails is disabled from then on, and the run continues."""
         for tracker in list(self._trackers):
             try:
@@ -216,7 +217,7 @@ class EventLog:
 
     def close(self) -> None:
         """Close the files and the trackers."""
-        self._track(lambda tracker: tracker.close())
+        self._track(lambda tracker: tracker.finish())
         self._file.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -1,152 +1,34 @@
 """Trackers: experiment services that receive the steps of a run besides ``metrics.jsonl``. Rank 0 only.
 
-A tracker is one class in :data:`TRACKERS` and its name in ``records/recipe.py:TrackerName``; an optional
-dependency of the same name belongs in ``pyproject.toml``. ``fsdptool doctor``, the preflight and the recipe's
-schema read the table.
+accelerate talks to the services (1.15, tracking.py). This module decides what a recipe calls them and where
+their files lie.
 """
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import Metrics
 
-_MLFLOW_PARAMETERS = 100
-"""Parameters that one request to MLflow may carry (3.17, utils/validation.py)."""
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
-
-class Tracker(ABC):
-    """One experiment service.
-
-    Attributes:
-        name: What ``tracking.backends`` calls it, and the name of fsdptool's extra.
-        package: The distribution that it needs.
-        module: The module that this distribution must provide.
-
-    Args:
-        folder: The run folder; local files of the service belong in it.
-        recipe: The run's recipe; ``tracking.options`` are the service's own.
-    """
-
-    name: ClassVar[str]
-    package: ClassVar[str]
-    module: ClassVar[str]
-
-    @abstractmethod
-    def __init__(self, folder: Path, recipe: Recipe) -> None: ...
-
-    @abstractmethod
-    def log(self, metrics: Metrics) -> None:
-        """Record one step."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is buffered and end the tracking of this run."""
-
-
-class TensorBoard(Tracker):
-    """Event files in the run folder's ``tensorboard``."""
-
-    name = "tensorboard"
-    package = "tensorboard"
-    module = "tensorboard"
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(self, metrics: Metrics) -> None:
-        for name, value in scalars(metrics).items():
-            self._writer.add_scalar(name, value, metrics.step, walltime=metrics.time)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WeightsAndBiases(Tracker):
-    """Weights & Biases; its files lie in the run folder."""
-
-    name = "wandb"
-    package = "wandb"
-    module = "wandb"
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._client: Any = import_module(self.module)
-        self._client.init(**_init_options(folder, recipe, dir=str(folder)))
-
-    def log(self, metrics: Metrics) -> None:
-        self._client.log(scalars(metrics), step=metrics.step)
-
-    def close(self) -> None:
-        self._client.finish()
-
-
-class Trackio(WeightsAndBiases):
-    """trackio, whose interface is that of Weights & Biases without a folder of its own."""
-
-    name = "trackio"
-    package = "trackio"
-    module = "trackio"
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        self._client = import_module(self.module)
-        self._client.init(**_init_options(folder, recipe))
-
-
-class MLflow(Tracker):
-    """MLflow: ``tracking_uri`` or ``MLFLOW_TRACKING_URI`` names the server, else files in the run folder.
-
-    Options: ``tracking_uri``, ``project`` (the experiment) and ``name`` (the run).
-    """
-
-    name = "mlflow"
-    package = "mlflow-skinny"
-    module = "mlflow"
-
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
-        # MLflow reports usage to its makers unless it is told not to (3.17, telemetry/utils.py).
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        options = _init_options(folder, recipe)
-        server = options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
-        if server is None:
-            # MLflow refuses its file store without this (3.17, store/tracking/file_store.py); its other
-            # local store needs a database library.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            server = (folder / "mlruns").absolute().as_uri()
-        entities = import_module("mlflow.entities")
-        self._metric, parameter = entities.Metric, entities.Param
-        self._client: Any = import_module(self.module).MlflowClient(tracking_uri=server)
-        known = self._client.get_experiment_by_name(options["project"])
-        experiment = known.experiment_id if known else self._client.create_experiment(options["project"])
-        self._run = self._client.create_run(experiment, run_name=options["name"]).info.run_id
-        parameters = [parameter(key, str(value)) for key, value in flatten(options["config"], ".").items()]
-        for start in range(0, len(parameters), _MLFLOW_PARAMETERS):
-            self._client.log_batch(self._run, params=parameters[start : start + _MLFLOW_PARAMETERS])
-
-    def log(self, metrics: Metrics) -> None:
-        milliseconds = round(1000 * metrics.time)
-        values = scalars(metrics).items()
-        batch = [self._metric(name, value, milliseconds, metrics.step) for name, value in values]
-        self._client.log_batch(self._run, metrics=batch)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
-
-
-TRACKERS: Mapping[str, type[Tracker]] = {
-    tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, Trackio, MLflow)
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow-skinny",
 }
-"""Every tracker by name."""
+"""The distribution that each tracker needs, by its name in ``tracking.backends``. The distribution's module,
+accelerate's tracker and fsdptool's extra have that name, too."""
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -156,17 +38,57 @@ def check_trackers(recipe: Recipe) -> None:
         ConfigError: The message names the tracker and what to install.
     """
     for name in recipe.tracking.backends:
-        tracker = TRACKERS[name]
-        if find_spec(tracker.module) is None:
+        if find_spec(name) is None:
+            package = TRACKERS[name]
             raise ConfigError(
-                f"tracking backend {name}: {tracker.package} is not installed",
-                help=f"pip install {tracker.package}",
+                f"tracking backend {name}: {package} is not installed", help=f"pip install {package}"
             )
 
 
-def open_trackers(folder: Path, recipe: Recipe) -> list[Tracker]:
-    """Open the recipe's trackers."""
-    return [TRACKERS[name](folder, recipe) for name in recipe.tracking.backends]
+def open_trackers(folder: Path, recipe: Recipe) -> list[GeneralTracker]:
+    """Start the recipe's trackers; a service gets the recipe, and its local files lie in the run folder."""
+    if not recipe.tracking.backends:
+        return []
+    from accelerate.state import PartialState
+
+    # accelerate's loggers and trackers read the rank from this state; with cpu=True it touches no GPU.
+    PartialState(cpu=True)
+    trackers = [_tracker(name, folder, recipe) for name in recipe.tracking.backends]
+    for tracker in trackers:
+        tracker.start()
+        if tracker.name == "mlflow":  # the others take the recipe when they start, or have no place for it
+            tracker.store_init_configuration(flatten(to_json(recipe), "."))
+    return trackers
+
+
+def _tracker(name: str, folder: Path, recipe: Recipe) -> GeneralTracker:
+    """Return accelerate's tracker, not started yet; ``tracking.options`` win over the defaults."""
+    from accelerate import tracking
+
+    if name == "tensorboard":
+        return tracking.TensorBoardTracker("tensorboard", folder)
+    options = {"project": "fsdptool", "name": folder.name, **recipe.tracking.options}
+    project = options.pop("project")
+    if name == "mlflow":
+        _choose_mlflow_server(folder, options.get("tracking_uri"))
+        return tracking.MLflowTracker(project, run_name=options["name"])
+    options = {"config": to_json(recipe), **options}
+    if name == "trackio":
+        return tracking.TrackioTracker(project, **options)
+    return tracking.WandBTracker(project, **{"dir": str(folder), **options})
+
+
+def _choose_mlflow_server(folder: Path, server: str | None) -> None:
+    """Choose ``server``, else that of ``MLFLOW_TRACKING_URI``, else files in the run folder."""
+    # MLflow reports usage to its makers unless it is told not to (3.17, telemetry/utils.py).
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    server = server or os.environ.get("MLFLOW_TRACKING_URI")
+    if server is None:
+        # MLflow refuses its file store without this (3.17, store/tracking/file_store.py); its other local
+        # store needs a database library.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        server = (folder / "mlruns").absolute().as_uri()
+    import_module("mlflow").set_tracking_uri(server)
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
@@ -188,9 +110,3 @@ def flatten(data: Mapping[str, Any], separator: str) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def _init_options(folder: Path, recipe: Recipe, **defaults: Any) -> dict[str, Any]:
-    """Return the arguments of a service's ``init``: the recipe's options win over the defaults."""
-    usual = {"project": "fsdptool", "name": folder.name, "config": to_json(recipe), **defaults}
-    return {**usual, **recipe.tracking.options}

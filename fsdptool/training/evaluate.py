@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
     from fsdptool.records.recipe import Recipe
-    from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.training.data.loader import Loader
     from fsdptool.training.sampling import Sampler
-    from fsdptool.training.state import Assembled, RunState
+    from fsdptool.training.state import Assembled, RunParts, RunState
     from fsdptool.training.step import StopAgreement
 
 
@@ -100,7 +100,7 @@ class Validation:
         self,
         recipe: Recipe,
         assembled: Assembled,
-        data: Batches | None,
+        data: Loader | None,
         sampler: Sampler | None,
         parts: RunParts,
         session: Session,

@@ -200,7 +200,11 @@ def allocator_events() -> Iterator[Any]:
         profiler.stop_trace()
 
 
-def open_meter(device: torch.device) -> CpuMeter | CudaMeter:
+Meter = CpuMeter | CudaMeter
+"""Measures the memory of one rank; its ``instrument`` says how."""
+
+
+def open_meter(device: torch.device) -> Meter:
     """Return the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 

@@ -16,12 +16,15 @@ from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.errors import WorkerError
 from fsdptool.modeling.divided_dropout import agree
 from fsdptool.runs import watchdog
-from fsdptool.runs.events import WorkerPhase
+from fsdptool.runs.events import EventLog, WorkerPhase
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
     from fsdptool.families.protocol import Objective
-    from fsdptool.training.interfaces import Batches, RunParts
+    from fsdptool.runs.signals import SignalFlag
+    from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
+    from fsdptool.training.data.loader import Loader
+    from fsdptool.training.memory_meter import Meter
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
     from fsdptool.training.step import LossScaler, Outcome, Stepper
 
@@ -80,6 +83,16 @@ def _wide_copy(parameter: torch.Tensor) -> torch.Tensor:
     return sharded_like(shard.to(dtype, copy=True), parameter)
 
 
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What surrounds the training loop of a rank."""
+
+    events: EventLog
+    stop: SignalFlag
+    checkpointer: RunCheckpointer
+    meter: Meter
+
+
 @dataclass(slots=True)
 class Assembled:
     """Everything the loop steps with.
@@ -117,7 +130,7 @@ class RunState:
 
     model: nn.Module
     optimizer: ShardedOptimizer
-    batches: Batches
+    batches: Loader
     seed: int
     rank: int
     scaler: LossScaler | None = None

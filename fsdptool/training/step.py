@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fsdptool.distributed.session import Session
     from fsdptool.records.tensor_plan import Placement
-    from fsdptool.training.interfaces import StopFlag
+    from fsdptool.runs.signals import SignalFlag
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
 
 
@@ -349,7 +349,7 @@ class StopAgreement:
         signal: The signal number all ranks agreed to stop with, or 0.
     """
 
-    def __init__(self, session: Session, flag: StopFlag) -> None:
+    def __init__(self, session: Session, flag: SignalFlag) -> None:
         self._session = session
         self._flag = flag
         self.signal = 0

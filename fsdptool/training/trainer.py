@@ -44,11 +44,10 @@ from fsdptool.training.checkpoint.checkpointer import open_checkpointer
 from fsdptool.training.checkpoint.split_tensors import Division
 from fsdptool.training.data import build_batches, build_evaluation
 from fsdptool.training.evaluate import Evaluated, Validation
-from fsdptool.training.interfaces import RunParts
 from fsdptool.training.memory_meter import open_meter
 from fsdptool.training.optimizers.sharded import base_rate, build_optimizer, rate, total_steps
 from fsdptool.training.sampling import Sampler, open_sampler
-from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunState
+from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunParts, RunState
 from fsdptool.training.step import Launched, LossScaler, Outcome, Stepper, StopAgreement
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     from fsdptool.runs.events import EventLog
     from fsdptool.runs.folder import RunInputs
     from fsdptool.runs.signals import SignalFlag
-    from fsdptool.training.interfaces import Batches
+    from fsdptool.training.data.loader import Loader
 
 
 def train(
@@ -346,8 +345,8 @@ class Trainer:
         self,
         recipe: Recipe,
         assembled: Assembled,
-        batches: Batches,
-        held_out: Batches | None,
+        batches: Loader,
+        held_out: Loader | None,
         parts: RunParts,
         session: Session,
         *,

@@ -45,11 +45,11 @@ class Failing:
     def __init__(self) -> None:
         self.asked = 0
 
-    def log(self, metrics: Metrics) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         self.asked += 1
         raise BrokenPipeError("the service has ended\nlong story")
 
-    def close(self) -> None:
+    def finish(self) -> None:
         raise AssertionError("left out before")
 
 

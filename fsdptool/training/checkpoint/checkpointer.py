@@ -1,4 +1,4 @@
-"""When to save, where, and what to continue from: the engine's one door to checkpoints."""
+"""When to save, where, and what to continue from: the trainer's one way to checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
     from fsdptool.records.sharding import FsdpSettings
     from fsdptool.runs.events import EventLog
-    from fsdptool.training.interfaces import Events, TrainState
+    from fsdptool.training.checkpoint.storage import TrainState
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class RunCheckpointer:
         policy: Checkpoints,
         *,
         kind: Kind,
-        events: Events,
+        events: EventLog,
         resume: str | None = None,
         origin: str | None = None,
         mesh: Mapping[str, int] | None = None,

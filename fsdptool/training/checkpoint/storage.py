@@ -6,11 +6,11 @@ Sharded checkpoints are written through DCP, full ones through rank 0.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,38 @@ from fsdptool.training.checkpoint.split_tensors import UNDIVIDED, Division, Spli
 from fsdptool.training.memory_snapshot import is_out_of_memory
 
 if TYPE_CHECKING:
-    from fsdptool.training.interfaces import Events, TrainState
+    from fsdptool.runs.events import EventLog
+
+
+class TrainState(Protocol):
+    """What a checkpoint holds: live state of the trainer (``training/state.py``), or of a test."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by name, as live references that a load copies into.
+
+        Names are ``model/<fqn>``, ``optimizer/<fqn>/<state>``, ``ema/<fqn>``. DTensors are sharded by their
+        placements; any other tensor is the same on every rank and saved once. The optimizer's states exist
+        already.
+        """
+        ...
+
+    def progress(self) -> dict[str, Any]:
+        """Return plain JSON data that is equal on all ranks; it has at least ``step``."""
+        ...
+
+    def rank_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's own tensors (random generator states); they are never resharded."""
+        ...
+
+    def restore(self, progress: Mapping[str, Any], rank_tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Continue from a checkpoint whose tensors are loaded already.
+
+        Args:
+            progress: What :meth:`progress` returned when it was saved, equal on all ranks.
+            rank_tensors: What :meth:`rank_tensors` returned for this rank, or None when the run continues on
+                another number of ranks (generators are then seeded from the step).
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +227,7 @@ def _agree(
 
 
 def choose(
-    resume: str, folder: Path, group: dist.ProcessGroup | None, events: Events
+    resume: str, folder: Path, group: dist.ProcessGroup | None, events: EventLog
 ) -> tuple[Path, Manifest] | None:
     """Agree on the checkpoint to load; ``auto`` skips damaged ones.
 

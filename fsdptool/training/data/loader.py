@@ -148,7 +148,14 @@ class _Turns:
 
 
 class Loader:
-    """One rank's data (``training.interfaces.Batches``).
+    """The data of one rank: per optimizer step, the list of this rank's micro-batches.
+
+    Global batches are composed before they are split, so the samples of a step do not depend on the number of
+    ranks. Training data never ends: epochs follow one another. Evaluation data ends, and starts again with
+    every ``iter()``.
+
+    Attributes:
+        samples_per_epoch: Samples of one epoch over all ranks.
 
     Args:
         samples: Where samples come from.

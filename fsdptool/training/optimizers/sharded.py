@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.records.recipe import Optimizer, Recipe
-    from fsdptool.training.interfaces import Batches
+    from fsdptool.training.data.loader import Loader
 
 
 def rate(schedule: Schedule, step: int, total: int | None) -> float:
@@ -44,7 +44,7 @@ def rate(schedule: Schedule, step: int, total: int | None) -> float:
     return schedule.minimum_ratio + (1.0 - schedule.minimum_ratio) * falling
 
 
-def total_steps(recipe: Recipe, batches: Batches, samples_per_step: int) -> int:
+def total_steps(recipe: Recipe, batches: Loader, samples_per_step: int) -> int:
     """Return the optimizer steps of the run.
 
     Raises:
