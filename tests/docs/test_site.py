@@ -27,6 +27,8 @@ def test_a_page_says_whom_it_serves_and_can_be_read(name: str) -> None:
     assert re.match(r"This (page|site) is for ", opening)
     prose = PROSE["measure"](text)
     assert prose.sentence <= PROSE["SENTENCE_WORDS"]
+    assert prose.paragraph <= PROSE["PARAGRAPH_WORDS"], prose.longest
+    assert prose.words <= PROSE["HOW_TO_WORDS"] or not name.startswith("how-to/")
 
 
 def test_the_pages_together_are_short() -> None:
