@@ -73,3 +73,32 @@ def test_one_rank_steps_as_the_plain_optimizer_does(pool: Pool, tmp_path: Path) 
     losses, weights, _ = reference.compare(found, expected)
     assert losses <= 1e-5
     assert weights <= 1e-5
+
+
+def waits_of_steps(folder: Path, recipe: Recipe) -> tuple[int, int]:
+    """Return how often two steps, and one of bitsandbytes' own, wait for the device."""
+    import bitsandbytes.optim.optimizer as library
+
+    assembled, session = opened(folder, recipe)
+    loop = Trainer(recipe, assembled, Data(session), None, parts_of(Log()), session)
+    waited: list[torch.Tensor] = []
+    library.sync_gpu, kept = waited.append, library.sync_gpu
+    try:
+        for _ in range(2):
+            loop.step(10)
+        ours = len(waited)
+        optimizer = assembled.optimizer.torch_optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        library.sync_gpu = kept
+    return ours, len(waited) - ours
+
+
+def test_a_step_does_not_wait_after_every_parameter(pool: Pool, tmp_path: Path) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", optimizer=EIGHT_BIT)
+    ((ours, theirs),) = pool.run(waits_of_steps, 1, folder, recipe)
+    assert theirs > 1
+    assert ours == 0

@@ -143,10 +143,16 @@ def opened(folder: Path, recipe: Recipe, **settings: Any) -> tuple[Assembled, Se
 
 
 def looped(
-    folder: Path, recipe: Recipe, checkpointer: Memory, *, poison: int = -1, stop_at: int | None = None
+    folder: Path,
+    recipe: Recipe,
+    checkpointer: Memory,
+    *,
+    poison: int = -1,
+    stop_at: int | None = None,
+    **settings: Any,
 ) -> tuple[Trainer, Log]:
     """Assemble a loop; ``poison`` makes one step's loss NaN on the last rank alone."""
-    assembled, session = opened(folder, recipe)
+    assembled, session = opened(folder, recipe, **settings)
     log, data = Log(), Data(session)
     inner = assembled.stepper.micro_loss
 
@@ -223,6 +229,23 @@ def test_a_stop_on_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path: 
             15,
         )
         assert found["saves"] == 1
+
+
+def run_and_draw(folder: Path, recipe: Recipe, tensor: int) -> tuple[int, list[float]]:
+    """Take two steps; returns the rank's place among the data and numbers that dropout would draw next."""
+    loop, _ = looped(folder, recipe, Memory(), mesh=ParallelDims(tp=tensor))
+    loop.run()
+    return loop.session.data_rank, torch.rand(4).tolist()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_with_other_samples_drop_other_elements(pool: Pool, tmp_path: Path, tensor: int) -> None:
+    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", steps=2)
+    drawn = pool.run(run_and_draw, 2, folder, recipe, tensor)
+    by_data = dict(drawn)
+    assert len(by_data) == 2 // tensor
+    assert all(numbers == by_data[place] for place, numbers in drawn)
+    assert len({tuple(numbers) for numbers in by_data.values()}) == len(by_data)
 
 
 def run_validation(folder: Path, recipe: Recipe, reshard: bool) -> dict[str, Any]:
