@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         goal = (here / target).resolve()
         if goal.is_relative_to(ROOT / "docs") or not goal.exists():
             return match[0]
+        if goal.name.endswith(".schema.json"):
+            up = "../" * page.file.src_uri.count("/")
+            name = goal.name.removesuffix(".schema.json")
+            return f"[{match['label']}]({up}reference/documents.md#{name})"
         name = goal.relative_to(ROOT).as_posix()
         return match["label"] if match["label"].startswith("`") else f"{match['label']} (`{name}`)"
 
@@ -103,10 +108,19 @@ def _command(path: str, command: Any, level: int) -> Iterator[str]:
         yield "| option | meaning |\n|---|---|"
         for option in options:
             names = ", ".join(f"`{text}`" for text in (*option.opts, *option.secondary_opts))
-            yield f"| {names} | {_cell(option.help or '')} |"
+            yield f"| {names} | {_meaning(option)} |"
         yield ""
     for name, child in sorted(getattr(command, "commands", {}).items()):
         yield from _command(f"{path} {name}", child, level + 1)
+
+
+def _meaning(option: Any) -> str:
+    """Return the help of an option, with the choices that its type names."""
+    annotation = option.type_descriptor.annotation
+    if not (isinstance(annotation, type) and issubclass(annotation, Enum)):
+        return _cell(option.help or "")
+    choices = ", ".join(f"`{member.value}`" for member in annotation)
+    return f"{_cell(option.help or '')} One of {choices}."
 
 
 def recipe_keys() -> Iterator[str]:
