@@ -117,7 +117,7 @@ def _row(
             if refusal is None:
                 raise
             return {"refused": refusal.partition("ConfigError: ")[2]}
-        expected = reference.run(name, recipe, results[0]["before"], None, None, steps=STEPS)
+        expected = reference.run(name, recipe, results[0]["before"], {}, None, steps=STEPS)
     losses, weights, _ = reference.compare(results[0], expected)
     row = {
         "loss_error": losses,

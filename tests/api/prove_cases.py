@@ -53,11 +53,11 @@ class _Shardable:
 @contextmanager
 def sharding_on_cpu() -> Iterator[None]:
     """Let accelerate shard over CPU processes."""
-    state.DistributedType = _Shardable()  # type: ignore[misc,assignment]
+    state.DistributedType = _Shardable()
     try:
         yield
     finally:
-        state.DistributedType = _REAL  # type: ignore[misc]
+        state.DistributedType = _REAL
         state.AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.pop("ACCELERATE_USE_FSDP", None)
 

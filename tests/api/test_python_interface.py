@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -128,7 +129,7 @@ def test_records_print_in_a_few_lines_and_show_a_page(tmp_path: Path) -> None:
         "gpt2:small: GPT2LMHeadModel, 124,439,808 parameters (exact)",
         "wrap: GPT2Block",
     ]
-    options = {"gpu": "L4-24GB", "gpus": 4, "search": False}
+    options: dict[str, Any] = {"gpu": "L4-24GB", "gpus": 4, "search": False}
     plans = [fsdptool.plan("gpt2:small", sequence_length=n, **options) for n in (128, 256)]
     assert repr(plans[0]).splitlines()[0] == "gpt2:small on 4 L4-24GB: fits"
     compared = fsdptool.compare(*plans)

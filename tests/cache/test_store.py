@@ -60,7 +60,7 @@ def test_a_corrupt_entry_is_reported_set_aside_and_rebuilt(store: Store, damage:
     key = store.key("x")
     store.put("kind", key, {"answer": 42})
     path = entry_file(store, "kind", key)
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    path.write_bytes(damage(path.read_bytes()))
     assert len(store.verify().bad) == 1
     value, findings = store.get("kind", key)
     assert value is None
@@ -200,7 +200,7 @@ def test_commands_tell_the_truth(
     assert [entry["about"] for entry in document["entries"]] == ["second", "first"]  # type: ignore[attr-defined]
     entry_file(store, "kind", "one").write_bytes(b"broken")
     status, document = ask("verify")
-    assert (status, document["good"], len(document["bad"])) == (1, 1, 1)  # type: ignore[arg-type]
+    assert (status, document["good"], len(document["bad"])) == (1, 1, 1)
 
     real = Path.unlink
 

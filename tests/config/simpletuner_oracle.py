@@ -21,6 +21,7 @@ import sys
 import tempfile
 import types
 import warnings
+from types import FrameType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -76,10 +77,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _asked_by_simpletuner() -> bool:
     """Whether the import statement stands in a module of SimpleTuner."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("importlib", "_frozen")):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("simpletuner")
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("simpletuner")
 
 
 def folder() -> str | None:

@@ -62,7 +62,7 @@ def test_no_default_is_written_in_the_place_of_what_was_meant(case: str, tmp_pat
         path.write_text(fixed.after.text)
         outcome = run_accelerate(path)
         assert outcome.error is None
-        assert {key: outcome.settings[key] for key in wanted} == wanted  # type: ignore[attr-defined]
+        assert {key: outcome.settings[key] for key in wanted} == wanted
         path.write_text(text)
 
 

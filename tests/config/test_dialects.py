@@ -57,7 +57,7 @@ class Careless(Accelerate):
         if wrong == "name":
             self.name = "not a name"
         if wrong == "consumers":
-            self.consumers = ("nobody",)
+            self.consumers = ("nobody",)  # type: ignore[assignment]
         if wrong == "cannot":
             self.cannot = ("offload",)
         if wrong == "understated":

@@ -58,7 +58,7 @@ VALUES: dict[str, list[Any]] = {
     ],
     "fsdp_backward_prefetch": ["BACKWARD_PRE", "backward_post", "NO_PREFETCH", "NONE", None, 1],
 }
-TOP = {
+TOP: dict[str, list[Any]] = {
     "mixed_precision": ["no", "bf16", "FP16", "fp32", False, None],
     "num_processes": [8, "8", 1, None, -1, 2.0],
     "num_machines": [1, 2, "1", None],

@@ -31,7 +31,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 KEYS = {**PARALLELISM_KEYS, **DETAILS}
-MESHES = (
+MESHES: tuple[dict[str, int], ...] = (
     {"dp_shard": 8},
     {"dp_shard": 4, "sp": 2},
     {"dp_shard": 2, "sp": 4},

@@ -21,7 +21,7 @@ from fsdptool.files.tree import ParseError, to_python
 from fsdptool.files.yaml_tree import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "config"))
-import fuzz
+import fuzz  # type: ignore[import-not-found]
 
 OWN = [
     ("good.yaml", GOOD.encode()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate_oracle import Outcome, run_accelerate, validate_mesh
@@ -140,7 +141,7 @@ def test_what_accelerate_refuses_we_report(case: str, tmp_path: Path) -> None:
 
 
 # What accelerate accepts and drops or turns into something else: code, text, the proof in its settings.
-SILENT = {
+SILENT: dict[str, tuple[str, dict[str, Any]]] = {
     "FSD108": (GOOD + "  fsdp_version: 1\n", {"fsdp_version": 1}),
     "FSD202": (GOOD + "  fsdp_offload_parms: true\n", {"cpu_offload": False}),
     "FSD203": (GOOD + "parallelism_config:\n  dp_shard_size: 8\n", {"dp_shard": 1}),
@@ -298,7 +299,7 @@ def test_activation_checkpointing_without_wrapping_crashes_accelerate() -> None:
     policy = fsdp2_prepare_auto_wrap_policy(plugin, torch.nn.Linear(2, 2))
     assert policy is None
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        policy(torch.nn.Linear(2, 2))
+        policy(torch.nn.Linear(2, 2))  # type: ignore[misc]
     reading = read_settings(
         change(
             ("TRANSFORMER_BASED_WRAP", "NO_WRAP"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -97,9 +97,10 @@ def test_validation_is_kept_apart_and_labels_may_be_ordered(model: Path, images:
     recipe = recipe_of(model, images, holdout=0.4, labels=["red", "green", "blue"])
     train, validation = build_batches(recipe, spec), build_evaluation(recipe, spec)
     assert validation is not None
-    shown, hidden = set(train._samples._files), set(validation._samples._files)
+    samples: Any = train._samples
+    shown, hidden = set(samples._files), set(cast(Any, validation)._samples._files)
     assert len(shown) + len(hidden) == 12 and not shown & hidden
-    for file, label in zip(train._samples._files, train._samples._labels, strict=True):
+    for file, label in zip(samples._files, samples._labels, strict=True):
         assert ("red", "green", "blue")[label] in file.parts
 
 

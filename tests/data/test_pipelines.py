@@ -183,8 +183,8 @@ def test_a_family_is_fed_what_its_pipeline_feeds_it(
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     before = {key: value.detach().clone() for key, value in trained.named_parameters()}
     for _ in range(2):
-        (batch,) = next(loader)
-        loss = objective.loss(objective.predict(trained, batch), batch)
+        (trained_on,) = next(loader)
+        loss = objective.loss(objective.predict(trained, trained_on), trained_on)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
             json.dumps({**index, "_class_name": name, "expand_timesteps": True}), encoding="utf-8"
         )
         recipe = recipe_of(other, good)
-        assert why in complaint(lambda recipe=recipe: plan_work(recipe, spec, tmp_path / "c"))
+        assert why in complaint(partial(plan_work, recipe, spec, tmp_path / "c"))
     assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
     other = tiny_material.pictures(tmp_path / "other", [(40, 40)])

@@ -212,7 +212,7 @@ class _Perfect:
 def test_a_perfect_denoiser_gives_the_clean_latents(name: str) -> None:
     clean = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     batch = {"noise": torch.randn_like(clean)}
-    predicted = denoise(None, _Perfect(name, clean), batch, steps=5)  # type: ignore[arg-type]
+    predicted = denoise(None, _Perfect(name, clean), batch, steps=5)
     torch.testing.assert_close(predicted, clean, atol=1e-9, rtol=1e-9)
 
 

@@ -59,7 +59,7 @@ def test_every_answer_was_captured() -> None:
 def plan_of(figures: dict[str, Any]) -> Plan:
     """Return a plan with the figures that the script kept, and blanks for the others."""
     unknown = ("allocated_peak_bytes", "reserved_peak_bytes", "host_bytes_per_node", "peak")
-    blank = {**dict.fromkeys(unknown), "components": [], "timeline": []}
+    blank: dict[str, Any] = {**dict.fromkeys(unknown), "components": [], "timeline": []}
     step = {"settings": {}, "fits": True, "cost": ""}
     reference = figures["inputs"]["model"]["reference"]
     inputs = PlanInputs(

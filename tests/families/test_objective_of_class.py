@@ -9,7 +9,7 @@ import pytest
 from fsdptool.families.bases import TransformersFamily
 from fsdptool.families.registry import load_registry
 
-AUDIO = {"text_config": {}, "audio_config": {}}
+AUDIO: dict[str, Any] = {"text_config": {}, "audio_config": {}}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class BadFamily(Family):
 def bad_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "bad_models", sys.modules[__name__])
     entry = EntryPoint("bad", "bad_models:BadFamily", registry.GROUP)
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: [entry])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
     registry.load_registry.cache_clear()
     assert registry.load_registry().diagnostics == ()
     yield

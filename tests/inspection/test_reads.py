@@ -100,7 +100,7 @@ class Rerun(torch.autograd.Function):
         return states
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Run them again with gradients."""
         (states,) = ctx.saved_tensors
         with torch.enable_grad():
@@ -117,7 +117,7 @@ class Reversible(Direct):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Run the blocks inside it."""
-        out: Tensor = Rerun.apply(self.words(ids), self.blocks)  # type: ignore[no-untyped-call]
+        out: Tensor = Rerun.apply(self.words(ids), self.blocks)
         return out
 
 
@@ -143,7 +143,7 @@ class Handing(nn.Module):
         states = self.words(ids)
         for block in self.blocks:
             states = block(states)
-        return self.head(states, table=self.words)  # type: ignore[no-any-return]
+        return self.head(states, table=self.words)
 
 
 class Normed(nn.Embedding):
@@ -155,7 +155,7 @@ class Normed(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return normed rows."""
-        return self.norm(super().forward(ids))  # type: ignore[no-any-return]
+        return self.norm(super().forward(ids))
 
 
 class Soft(nn.Embedding):
@@ -208,7 +208,7 @@ def shard_and_train(model: nn.Module, plan: UnitPlan) -> None:
     for unit in plan.units:
         fully_shard(model.get_submodule(unit.modules[0]), mesh=mesh)
         if not unit.unshard_in_backward:
-            model.get_submodule(unit.modules[0]).set_unshard_in_backward(False)  # type: ignore[operator]
+            model.get_submodule(unit.modules[0]).set_unshard_in_backward(False)
     model(torch.arange(8)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fsdptool.launch.queue import Queue
 from fsdptool.launch.queue_scheduler import Scheduler
@@ -23,7 +24,7 @@ class Desk:
         self.config = folder / "fsdp.yaml"
         self.config.write_text("{}")
 
-    def add(self, name: str, act: str = "finish", *, gpus: str = "", slots: int = 0, **options: bool) -> int:
+    def add(self, name: str, act: str = "finish", *, gpus: str = "", slots: int = 0, **options: Any) -> int:
         place = self.folder / name
         place.mkdir()
         recipe = place / "recipe.yaml"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from fsdptool.errors import StorageError
 from fsdptool.launch.queue import Queue
@@ -37,7 +38,7 @@ def attempt(disk: Path, begun: Path, free: int) -> bool:
     recipe = begun.parent / "recipe.yaml"
     recipe.touch()
 
-    def add(name: str, **options: bool) -> None:
+    def add(name: str, **options: Any) -> None:
         folder = begun.parent / name
         queue.add(recipe, recipe, output=folder, needs=Needs(str(folder), frozenset(), 0), **options)
 

@@ -73,11 +73,25 @@ def play(act: str, go: Path) -> RunStatus:
 def summarise(folder: Path, status: RunStatus) -> None:
     """Write the closing summary of a run without steps."""
     summary = Summary(
-        **{"status": status, "exit_code": EXIT[status], "resumable": status == "stopped", "steps": 0},
-        **{"world_size": 1, "mesh": {"dp_replicate": 1, "dp_shard": 1}, "units": 1, "sharding_proof": {}},
-        **{"predicted_peak_bytes": None, "measured_peak_bytes": (None,), "instrument": "none"},
-        **{"error_percent": None, "throughput": {}, "last_checkpoint": None, "last_good_step": None},
-        **{"export": None, "restarts": 0, "failure": None, "memory_report": None},
+        status=status,
+        exit_code=EXIT[status],
+        resumable=status == "stopped",
+        steps=0,
+        world_size=1,
+        mesh={"dp_replicate": 1, "dp_shard": 1},
+        units=1,
+        sharding_proof={},
+        predicted_peak_bytes=None,
+        measured_peak_bytes=(None,),
+        instrument="none",
+        error_percent=None,
+        throughput={},
+        last_checkpoint=None,
+        last_good_step=None,
+        export=None,
+        restarts=0,
+        failure=None,
+        memory_report=None,
     )
     write_summary(folder, summary)
 

@@ -279,7 +279,7 @@ class _Runner:
                     batch,
                     scale=1.0,
                     divisor=divisor,
-                    moment=lambda name, index=index: self._moment(seen, f"{name} {index}"),
+                    moment=lambda name, i=index: self._moment(seen, f"{name} {i}"),  # type: ignore[misc]
                 )
         counter.peak = counter.level
         if self.optimizer is not None:

@@ -17,6 +17,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
+from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.units import plan_units, with_stored_dtypes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.mesh import ParallelDims
@@ -128,7 +129,7 @@ class Case:
         return observe(
             lambda: building.trained_model(spec, recipe, settings, plan),
             plan,
-            building.objective_for(recipe, spec),
+            objective_for(recipe, spec),
             family_of(spec).batch_spec(spec.config, recipe),
             recipe,
             settings,
@@ -137,11 +138,11 @@ class Case:
             loop=self.loop,
         )
 
-    def simulate(self, trace: Trace | None = None) -> tuple[int, dict[str, int]]:
+    def simulate(self, trace: Trace | None = None) -> tuple[int, dict[Component, int]]:
         """Return the simulated peak, optimizer states left out unless stepping, and its components."""
         mesh, recipe = self.mesh.resolve(self.ranks), self.recipe()
         rank = prepare(self.plan(), mesh, recipe, device=replace(DEVICES["cuda"], grain=1))
         made = simulate(trace or self.trace(), rank, mesh, recipe, loop=self.loop)
         live = dict(zip(Component, made.ledger.at_best, strict=True))
         peak = made.ledger.best
-        return peak if self.step else peak - live["optimizer"], live
+        return peak if self.step else peak - live[Component.OPTIMIZER], live

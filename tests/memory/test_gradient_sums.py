@@ -122,7 +122,7 @@ def peak_of_a_run(compute: Callable[[torch.Tensor], torch.Tensor]) -> int:
         with record_function("backward"):
             loss.backward()
     level = peak = 0
-    records = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    records = watched.profiler.kineto_results.events()
     for record in sorted(records, key=lambda record: record.start_ns()):
         if record.name() == "backward":
             peak = level

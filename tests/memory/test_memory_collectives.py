@@ -27,7 +27,7 @@ def allocated_while_copying(gradients: list[torch.Tensor], into: torch.Tensor) -
     """Return the most that ``_chunk_cat`` holds besides its inputs and its output."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         torch._chunk_cat(gradients, 0, RANKS, out=into.view(RANKS, -1))
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     level = peak = 0
     for _, size in sorted(events, key=lambda event: event[0]):

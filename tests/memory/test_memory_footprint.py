@@ -155,19 +155,15 @@ def test_an_unchecked_torch_is_unverified() -> None:
 
 
 @pytest.mark.slow
-def test_shortened_and_full_depth_agree() -> None:
+def test_shortened_and_full_depth_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty blocks from four are forty blocks traced, to the byte."""
     from fsdptool.memory.tracing import reduced_depth
 
     case = Case(overrides={**LLAMA, "num_hidden_layers": 40})
     short = case.trace()
     assert [(repeat.traced, repeat.total) for repeat in short.repeats] == [(4, 40)]
-    original = reduced_depth.shorten
-    reduced_depth.shorten = lambda model, periods: ()  # type: ignore[assignment]
-    try:
-        full = case.trace()
-    finally:
-        reduced_depth.shorten = original
+    monkeypatch.setattr(reduced_depth, "shorten", lambda model, periods: ())
+    full = case.trace()
     assert not full.repeats
     assert case.simulate(short) == case.simulate(full)
 

@@ -14,9 +14,9 @@ from fsdptool.records.sharding import Grouping
 
 pytestmark = pytest.mark.slow
 
-SELECTIVE = {"sharding": {"checkpointing": Checkpointing("selective")}}
-EVERY_SECOND = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
-RECOMPUTE = {"activation_checkpointing": True}
+SELECTIVE: dict[str, Any] = {"sharding": {"checkpointing": Checkpointing("selective")}}
+EVERY_SECOND: dict[str, Any] = {"sharding": {"checkpointing": Checkpointing("every_n", every_n=2)}}
+RECOMPUTE: dict[str, Any] = {"activation_checkpointing": True}
 TO_HOST = {**RECOMPUTE, "activation_checkpointing_offload": True}
 LONG = {"sequence_length": 512, "micro_batch": 4}
 
@@ -69,7 +69,7 @@ UNET = {
     "attention_head_dim": [2, 4],
     "cross_attention_dim": 64,
 }
-REACHED = {
+REACHED: dict[str, Any] = {
     "reference": "memory_cases:Reached",
     "overrides": {},
     "objective": Objective(

@@ -48,7 +48,7 @@ class Pairs(nn.Module):
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """Be rank 0 of one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

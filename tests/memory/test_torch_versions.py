@@ -103,14 +103,16 @@ def test_integer_parameters_are_sharded_and_never_cast(version: str, monkeypatch
     monkeypatch.setattr(_fsdp_param.FSDPParam, "init_dtype_attrs", _fsdp_param.FSDPParam.init_dtype_attrs)
     monkeypatch.setattr(torch, "__version__", version)
     accept_integers()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model: Any = fully_shard(Quantised(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        assert isinstance(model, FSDPModule)
+        made = fully_shard(Quantised(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        assert isinstance(made, FSDPModule)
+        model: Any = made
         for _ in range(2):
             model(torch.ones(3, 2)).sum().backward()
     finally:
         dist.destroy_process_group()
-    assert model.codes.dtype == torch.int8 and not model.codes.requires_grad and model.codes.grad is None
-    assert model.weight.grad.dtype == torch.float32
+    codes, weight = (model.get_parameter(name) for name in ("codes", "weight"))
+    assert codes.dtype == torch.int8 and not codes.requires_grad and codes.grad is None
+    assert weight.grad is not None and weight.grad.dtype == torch.float32

@@ -18,6 +18,7 @@ from fsdptool.memory.tracing import fake_mode, reduced_depth
 from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
+from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe, Sharding
@@ -42,7 +43,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_known")
 def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    real = reduced_depth.run_trace
+    real = run_trace
 
     def counted(*args: Any, **kwargs: Any) -> Trace:
         runs.append(args)
@@ -138,7 +139,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], bool, str]] = {
 
 def comparable(trace: Trace) -> Trace:
     """Return a trace with its names in full: the order of the vocabulary does not matter."""
-    return replace(trace, vocabulary=(), names=tuple(trace.vocabulary[name] for name in trace.names))  # type: ignore[arg-type]
+    return replace(trace, vocabulary=(), names=tuple(trace.vocabulary[name] for name in trace.names))  # type: ignore[misc]
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch
     settings = replace(SETTINGS, activation_checkpointing=checkpointing, mesh=mesh)
     spec = resolve(reference, overrides=overrides)
     depths: list[int] = []
-    real = reduced_depth.run_trace
+    real = run_trace
 
     def noted(model: Any, *args: Any, **kwargs: Any) -> Trace:
         depths.append(sum(1 for path, _ in model.named_modules() if re.fullmatch(r".*layers\.\d+", path)))
@@ -245,8 +246,10 @@ def test_what_grows_linearly_is_predicted_and_nothing_else() -> None:
     linear, quadratic = [
         [stack(layers, size) for layers in (3, 4, 6, 40)] for size in (lambda n: 64 * n, lambda n: 64 * n * n)
     ]
-    rule = GrowthRule.learn(*linear[:3], 3, ["layers"])
+    first, second, third, last = linear
+    rule = GrowthRule.learn(first, second, third, 3, ["layers"])
     assert rule is not None
-    assert rule.apply(*linear[:2], 37) == linear[3]
-    assert GrowthRule.learn(*quadratic[:3], 3, ["layers"]) is None
-    assert rule.apply(linear[0], replace(linear[1], segments=linear[1].segments[:-1]), 37) is None
+    assert rule.apply(first, second, 37) == last
+    assert rule.apply(first, replace(second, segments=second.segments[:-1]), 37) is None
+    first, second, third, last = quadratic
+    assert GrowthRule.learn(first, second, third, 3, ["layers"]) is None

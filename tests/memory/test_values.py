@@ -7,7 +7,7 @@ import gc
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -150,7 +150,7 @@ def test_fakes_allocate_what_the_real_run_does(name: str, flavour: str) -> None:
     batch = fake_batch(specs, mode)
     with mode:
         for module in faked.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (cast(dict[str, Any], module._parameters), module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
                         table[key] = mode.from_tensor(tensor)

@@ -44,7 +44,7 @@ class Products(TorchDispatchMode):
     """Notes the width of every linear layer's product."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.widths: list[int] = []
 
     def __torch_dispatch__(
@@ -176,7 +176,7 @@ def test_a_float8_product_is_kept_like_any_other() -> None:
             self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.bfloat16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sigmoid(Float8Product.apply(x, self.weight))  # type: ignore[no-untyped-call]
+            return torch.sigmoid(Float8Product.apply(x, self.weight))
 
     for saved, count in ((SAVED_OPERATORS, 1), ((), 2)):
         model = nn.Sequential(Layer())

@@ -59,12 +59,12 @@ def reference(
     assert longest >= int(begins.diff().max())
     parts = []
     for first, last in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
-        own = [part[first:last].transpose(0, 1).unsqueeze(0) for part in (query, key, value)]
+        q, k, v = (part[first:last].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         places = torch.arange(last - first)
         distance = places[:, None] - places[None, :]
         seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
         attended = torch.nn.functional.scaled_dot_product_attention(
-            *own, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         parts.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(parts)

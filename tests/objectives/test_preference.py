@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def dpo(sums: Tensor, lengths: Tensor, reference: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("formula", [orpo, simpo, dpo], ids=lambda formula: formula.__name__)
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_losses_and_gradients_are_those_of_the_papers(formula, chunk: int) -> None:
+def test_losses_and_gradients_are_those_of_the_papers(formula: Callable[..., Tensor], chunk: int) -> None:
     batch, network, frozen = pairs(), model(1), model(2)
     objective = TRANSFORMERS[formula.__name__](chunk=chunk)  # type: ignore[call-arg]
     with torch.no_grad():

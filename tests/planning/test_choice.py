@@ -127,7 +127,7 @@ def planned(folder: Path, config: dict[str, Any], memory: int, **options: Any) -
     card = folder / "gpus.yaml"
     card.write_text(TINY % memory)
     given = {"search": False, "sequence_length": 64, "gpu": "Tiny", "gpus": 2, **options}
-    return make_plan(read_request(Options(reference=str(folder), gpus_file=card, **given)))  # type: ignore[typeddict-item]
+    return make_plan(read_request(Options(reference=str(folder), gpus_file=card, **given)))
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,8 @@ def test_the_largest_batch_is_found_with_checkpointing_and_accumulation(tmp_path
     settings = plan.candidates[0].settings
     assert settings.global_batch == 256
     assert tried.micro_batch == settings.micro_batch == by_mode[settings.checkpointing].micro_batch
-    speeds = [item.samples_per_second for item in by_mode.values()]
-    assert by_mode[settings.checkpointing].samples_per_second >= 0.98 * max(speeds)
+    speeds = {mode: item.samples_per_second or 0.0 for mode, item in by_mode.items()}
+    assert speeds[settings.checkpointing] >= 0.98 * max(speeds.values()) > 0
 
 
 def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) -> None:

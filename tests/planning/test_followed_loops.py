@@ -143,7 +143,12 @@ def test_fsdptools_own_trainer_keeps_its_own_loop(tmp_path: Path) -> None:
 
 
 def test_options_decide_what_would_follow_from_the_program(tmp_path: Path) -> None:
-    options = {"gradients": "sharded", "loss": "chunked", "loss_in_forward": False, "layout": "native"}
+    options: Options = {
+        "gradients": "sharded",
+        "loss": "chunked",
+        "loss_in_forward": False,
+        "layout": "native",
+    }
     inputs = inputs_of(tmp_path, TRAINER, **options)
     assert inputs.recipe.sharding.accumulation == "sharded"
     assert inputs.recipe.sharding.layout == "native"

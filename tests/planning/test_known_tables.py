@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import fsdptool
@@ -11,7 +13,7 @@ MB = 10**6
 GB = 10**9
 
 
-def kept(reference: str, gpus: int, **options: object) -> dict[str, int]:
+def kept(reference: str, gpus: int, **options: Any) -> dict[str, int]:
     plan = fsdptool.plan(
         reference, gpu="B200", gpus=gpus, sequence_length=32, search=False, dtype="float32", **options
     )

@@ -97,7 +97,7 @@ def made(file: Path, **options: Any) -> Plan:
     chosen = {"gpu": "RTX4090-24GB", "gpus": 2, "micro_batch": 4, "search": False, **options}
     if "recipe" not in chosen:
         chosen |= {"reference": "llama3:8b", "overrides": MODEL}
-    return make_plan(read_request({**chosen, "lengths": file}))  # type: ignore[typeddict-item]
+    return make_plan(read_request({**chosen, "lengths": file}))
 
 
 def histogram(path: Path, *, tail: int = 0) -> Path:

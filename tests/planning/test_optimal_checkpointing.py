@@ -80,7 +80,7 @@ def test_no_usual_policy_is_faster_at_the_same_memory(name: str) -> None:
             dataclasses.replace(start, checkpointing="full"),
             cluster,
             machine,
-            room=lambda candidate, budget=budget: budget - (candidate.allocated_peak_bytes or budget + 1),
+            room=lambda candidate, b=budget: b - (candidate.allocated_peak_bytes or b + 1),  # type: ignore[misc]
             known=list(usual.values()),
         )[0]
         assert best.allocated_peak_bytes is not None

@@ -104,7 +104,8 @@ def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(mode
     assert candidate.reserved_peak_bytes == plain.reserved_peak_bytes
     assert candidate.device_total_bytes == plain.device_total_bytes
     assert candidate.step_seconds == pytest.approx(plain.step_seconds)
-    assert (candidate.mfu, document.bubble) == (pytest.approx(plain.mfu), 0)
+    assert candidate.mfu == pytest.approx(plain.mfu)
+    assert document.bubble == 0
 
     trace, units = estimator.trace_of(point, cluster), estimator.units_of(point, cluster)
     stages = divide("model.layers", LAYERS, 4)
@@ -142,7 +143,7 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(
     stages = pipeline.stages
     assert candidate.settings.dp_shard == 2
     assert pipeline.sent_bytes == 2 * TOKENS * WIDTH * 2
-    slowest = max(stage.micro_batch_seconds for stage in stages)
+    slowest = max(stage.micro_batch_seconds or 0.0 for stage in stages)
     assert pipeline.bubble_seconds == pytest.approx(3 * slowest)
     least = 11 * slowest + pipeline.transfer_seconds
     assert least < candidate.step_seconds < 1.2 * least

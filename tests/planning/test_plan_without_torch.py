@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,12 @@ def test_a_cached_plan_takes_over_reserved_peaks(monkeypatch: pytest.MonkeyPatch
     assert plan.candidates[0].reserved_peak_bytes
     played: list[object] = []
     run = ReplayLedger.run
-    monkeypatch.setattr(ReplayLedger, "run", lambda *args: played.append(args) or run(*args))
+
+    def noted(*args: Any) -> Any:
+        played.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(ReplayLedger, "run", noted)
     assert to_json(make_plan(read_request(options))) == to_json(plan)
     assert not played
     # Neither of these changes the trace, and each of them the peak.

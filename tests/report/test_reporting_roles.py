@@ -67,8 +67,8 @@ def test_choosing_among_offers(model: str, tmp_path: Path, capsys: pytest.Captur
     assert [row[0] for row in rows] == [
         f"{name} (chosen)" if name == cheapest else name for name in OFFERS
     ], "one row for each offer, the cheapest one chosen"
-    gpus = {name: f"{count} {gpu}" for name, (gpu, count, _) in OFFERS.items()}
-    assert f"on {gpus[cheapest]}: fits" in told.splitlines()[0]
+    gpu, count, _ = OFFERS[cheapest]
+    assert f"on {count} {gpu}: fits" in told.splitlines()[0]
     assert "the whole run takes" in told
     # The answer as a page, from the saved plan.
     ask(capsys, "report", str(plan), "-o", str(page))

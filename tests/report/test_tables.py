@@ -57,7 +57,7 @@ def test_rows_for_programs_are_quoted_and_unknown_figures_are_empty() -> None:
     texts = {}
     for separator in ("csv", "tsv"):
         stream = io.StringIO()
-        print_rows(("name", "figure", "known"), rows, separator=separator, stream=stream)  # type: ignore[arg-type]
+        print_rows(("name", "figure", "known"), rows, separator=separator, stream=stream)
         texts[separator] = stream.getvalue()
     assert texts["csv"] == 'name,figure,known\n"a, b",1.5,\n"say ""x""",2,True\n'
     assert texts["tsv"].splitlines()[1] == "a, b\t1.5\t"

@@ -32,7 +32,7 @@ class Blocker(importlib.abc.MetaPathFinder):
             return plain(loader)
 
         if os.environ["RANK"] in os.environ["BLOCK_RANKS"]:
-            Loader.__next__ = wait_for_file  # type: ignore[method-assign]
+            Loader.__next__ = wait_for_file  # type: ignore[method-assign, assignment]
         return importlib.util.find_spec(name)
 
 

@@ -32,7 +32,11 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 """Where each library deals with FSDP."""
 
-PARTS = ("accelerate/accelerator.py", "accelerate/state.py", "accelerate/utils/dataclasses.py")
+PARTS: tuple[str, ...] = (
+    "accelerate/accelerator.py",
+    "accelerate/state.py",
+    "accelerate/utils/dataclasses.py",
+)
 PARTS += ("transformers/trainer.py", "transformers/training_args.py", "peft/")
 """Of files that deal with everything, the classes or functions that deal with FSDP or parallelism."""
 
@@ -43,8 +47,6 @@ _ABOUT = (
     "parallelism_config",
     "tensorparallel",
     "contextparallel",
-)
-_ABOUT += (
     "context parallel",
     "tensor parallel",
     "sequenceparallel",

@@ -32,7 +32,7 @@ class Poisoner(importlib.abc.MetaPathFinder):
                     local.data.fill_(float("nan"))
             return plain(stepper, micro_batches, **options)
 
-        Stepper.launch = launch  # type: ignore[method-assign]
+        Stepper.launch = launch  # type: ignore[method-assign, assignment]
         return importlib.util.find_spec(name)
 
 

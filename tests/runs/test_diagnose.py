@@ -475,9 +475,23 @@ def test_a_killed_rank_is_explained_by_what_it_did(
 
 def failed_summary(failure: RunFailure) -> Summary:
     return Summary(
-        **{"status": "failed", "exit_code": 4, "resumable": False, "steps": 158, "world_size": 2},
-        **{"mesh": {"dp_replicate": 1, "dp_shard": 2}, "units": 3, "sharding_proof": {}, "restarts": 0},
-        **{"predicted_peak_bytes": None, "measured_peak_bytes": (None, None), "instrument": "none"},
-        **{"error_percent": None, "throughput": {}, "last_checkpoint": None, "last_good_step": None},
-        **{"export": None, "memory_report": None, "failure": failure},
+        status="failed",
+        exit_code=4,
+        resumable=False,
+        steps=158,
+        world_size=2,
+        mesh={"dp_replicate": 1, "dp_shard": 2},
+        units=3,
+        sharding_proof={},
+        restarts=0,
+        predicted_peak_bytes=None,
+        measured_peak_bytes=(None, None),
+        instrument="none",
+        error_percent=None,
+        throughput={},
+        last_checkpoint=None,
+        last_good_step=None,
+        export=None,
+        memory_report=None,
+        failure=failure,
     )

@@ -109,8 +109,8 @@ def watch(folder: Path, *arguments: str | Path, **environment: str) -> Watched:
             assert time.monotonic() < deadline, "it hangs"
             listened |= listening(psutil.Process(process.pid))
             time.sleep(0.15)
-    said = [(folder / name).read_text() for name in ("stdout", "stderr")]
-    return Watched(process.returncode, *said, folder, frozenset(listened))
+    out_text, error_text = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    return Watched(process.returncode, out_text, error_text, folder, frozenset(listened))
 
 
 def write_job(folder: Path, recipe: str = RECIPE, vocabulary: int = 64) -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks import RECIPE, Answer, Cli, strange_model, write_job
@@ -75,7 +76,7 @@ def test_a_plan_cannot_consent(cli: Cli, job: tuple[Path, Path], mark: Path, tmp
 def test_a_plan_cannot_consent_to_a_library_call(tmp_path: Path, job: tuple[Path, Path], mark: Path) -> None:
     import fsdptool
 
-    inputs = {"recipe": job[0], "profile": "cpu-gloo", "gpus": 2, "search": False}
+    inputs: dict[str, Any] = {"recipe": job[0], "profile": "cpu-gloo", "gpus": 2, "search": False}
     with pytest.raises(FsdptoolError, match="strange"):
         fsdptool.plan(**inputs)
     made = fsdptool.plan(**inputs, trust_remote_code=True)

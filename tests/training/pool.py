@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 SIZE = 4
 
@@ -95,10 +95,10 @@ class Pool:
             if not ready:
                 self.close()
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer within {timeout} s")
-            for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[call-overload]
+            for connection in cast(list[Connection], ready):
+                rank = pending.pop(connection)
                 try:
-                    good, value = connection.recv()  # type: ignore[union-attr]
+                    good, value = connection.recv()
                 except EOFError:
                     good, value = False, "the process died"
                 if not good:
@@ -116,9 +116,9 @@ class Pool:
     def _failures(self, pending: dict[Any, int]) -> list[str]:
         """Give the other ranks a moment to fail, too: theirs may be the cause."""
         found = []
-        for connection in wait(list(pending), timeout=1.0):
+        for connection in cast(list[Connection], wait(list(pending), timeout=1.0)):
             try:
-                good, value = connection.recv()  # type: ignore[union-attr]
+                good, value = connection.recv()
             except EOFError:
                 continue
             if not good:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
-from fsdptool.distributed.shard import sharded_modules
+from fsdptool.distributed.shard import local, sharded_modules
 from fsdptool.errors import ModelError, WorkerError
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.mesh import ParallelDims
@@ -254,7 +254,7 @@ def broken(folder: Path, recipe: Recipe, fault: str) -> str:
     else:
         plan = inputs.units
         if session.rank == 1:
-            next(assembled.model.parameters())._local_tensor[0] += 1
+            local(next(assembled.model.parameters()))[0] += 1
     try:
         prove(assembled.model, plan, session)
     except WorkerError as error:

@@ -60,7 +60,7 @@ def plain(options: Optimizer, vocabulary: int) -> Any:
                 foreach=False,
             )
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for stack, experts in zip(self.stacks, self.experts, strict=True):
                 for expert, gradient in zip(experts, stack.grad.unbind(), strict=True):
                     expert.grad = gradient

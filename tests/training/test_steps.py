@@ -71,7 +71,8 @@ class Memory:
     """A checkpointer that keeps one checkpoint in memory."""
 
     def __init__(self, every: int | None = None) -> None:
-        self.every, self.kept, self.saves = every, None, 0
+        self.every, self.saves = every, 0
+        self.kept: tuple[Any, Any, Any] | None = None
 
     def due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
@@ -164,7 +165,7 @@ def looped(
             bad = data.at - 1 == poison and session.rank == session.world_size - 1
             return loss * (math.nan if bad else 1.0), extra
 
-    assembled.stepper.micro_loss = Poisoned()
+    assembled.stepper.micro_loss = Poisoned()  # type: ignore[assignment]
 
     class Stop:
         @property

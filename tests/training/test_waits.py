@@ -96,7 +96,7 @@ def waits(name: str, folder: Path, recipe: Recipe, settings: dict[str, Any]) -> 
     return found
 
 
-CLIPPED = {"learning_rate": 2e-3, "epsilon": 1e-6, "clip_grad_norm": 0.3}
+CLIPPED: dict[str, Any] = {"learning_rate": 2e-3, "epsilon": 1e-6, "clip_grad_norm": 0.3}
 WAYS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "full": ("causal", "full", {}, {}),
     "checkpointing": ("causal", "full", {}, {"activation_checkpointing": True}),

@@ -211,7 +211,7 @@ def refusal(folder: Path, **options: Any) -> tuple[str, str]:
     said = set()
     for weights in ("auto", "pretrained"):
         with pytest.raises(ConfigError) as caught:
-            open_weights(spec, ModelChoice(str(folder), weights=weights), model)  # type: ignore[arg-type]
+            open_weights(spec, ModelChoice(str(folder), weights=weights), model)
         said.add((caught.value.message, caught.value.help or ""))
     assert open_weights(spec, ModelChoice(str(folder), weights="random"), model) is None
     (line,) = said

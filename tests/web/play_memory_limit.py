@@ -30,7 +30,7 @@ class Limiter(importlib.abc.MetaPathFinder):
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             return answer
 
-        Stepper.launch = launch  # type: ignore[method-assign]
+        Stepper.launch = launch  # type: ignore[method-assign, assignment]
         return importlib.util.find_spec(name)
 
 

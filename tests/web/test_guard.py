@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sites import HOST, ORIGIN, Server, Site, await_in_thread
@@ -77,7 +78,8 @@ def test_a_write_needs_origin_and_token(site: Site) -> None:
 
 def test_a_form_without_javascript_writes_with_its_hidden_field(site: Site) -> None:
     client, path = site.client(), "/jobs/none/forget"
-    for options in ({}, {"files": {"upload": ("config.json", b"{}")}}):
+    given: tuple[dict[str, Any], ...] = ({}, {"files": {"upload": ("config.json", b"{}")}})
+    for options in given:
         form = {"write_token": site.session.write_token}
         assert client.post(path, headers={"origin": ORIGIN}, data=form, **options).status_code == 404
         wrong = {"write_token": "guessed"}

@@ -175,7 +175,7 @@ def test_suggestions_and_points_are_addresses() -> None:
     }.items() <= values.items()
 
     def suggestion(settings: dict[str, object], **more: object) -> Suggestion:
-        return Suggestion("", settings, None, None, "", SuggestionKind.COMBINED, **more)  # type: ignore[arg-type]
+        return Suggestion("", settings, None, None, "", SuggestionKind.COMBINED, **more)
 
     changed = changed_values(point, suggestion({"cpu_offload": True, "micro_batch": 1}))
     assert (changed["offload"], changed["micro_batch"], changed["checkpointing"]) == ("yes", "1", "full")

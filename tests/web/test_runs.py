@@ -177,9 +177,9 @@ def test_a_stopped_run_resumes_as_an_entry_or_by_the_form(site: Site, queue: Que
     queue.remove(entry.id)
     recipe = site.folder / "recipe.yaml"
     recipe.write_text("{}")
-    entry = queue.add(recipe, recipe, output=folder, options=("--force",), needs=Needs(str(folder), slots=1))
+    added = queue.add(recipe, recipe, output=folder, options=("--force",), needs=Needs(str(folder), slots=1))
     with queue.file.write() as connection:
-        connection.execute("UPDATE entries SET stage = 'ended', end_state = 'stopped' WHERE id = ?", (entry,))
+        connection.execute("UPDATE entries SET stage = 'ended', end_state = 'stopped' WHERE id = ?", (added,))
     assert post(site, "/run/resume-first", run="models/one").headers["location"] == "/runs"
     waiting = queue.report().entries[0]
     assert waiting.options == ("--resume", "auto")
