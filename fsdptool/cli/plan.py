@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -22,6 +22,7 @@ from fsdptool.cli.options import (
 )
 from fsdptool.errors import ExitCode
 from fsdptool.planning.options import Declared, Options, declared
+from fsdptool.records.annotations import Shape
 
 if TYPE_CHECKING:
     from fsdptool.records.plan import Plan
@@ -143,14 +144,12 @@ def _parameter(item: Declared) -> inspect.Parameter:
 
 def _type(item: Declared) -> Any:
     """Return how the command line reads an option: a path, a list, or the simplest type it may have."""
-    types = item.types
-    sequences = [hint for hint in types if get_origin(hint) is Sequence]
-    if sequences:
-        members = get_args(sequences[0])[0]
-        return list[Path] if Path in get_args(members) else list[str]
-    if any(get_origin(hint) is Mapping for hint in types):
-        return list[str]
-    return next(kind for kind in (Path, str, float, int, bool) if kind in types)
+    for kind in item.annotation.kinds:
+        if kind.shape is Shape.LIST:
+            return list[Path] if Path in [inner.type for inner in kind.items[0].kinds] else list[str]
+        if kind.shape is Shape.MAPPING:
+            return list[str]
+    return next(kind for kind in (Path, str, float, int, bool) if kind in item.types)
 
 
 def _signature() -> inspect.Signature:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import COMMON, LAUNCH
@@ -26,9 +25,18 @@ from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
 from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.formatting import printable
+from fsdptool.records.annotations import (
+    Annotation,
+    Kind,
+    Shape,
+    bounds_text,
+    fields_of,
+    permits,
+    read_annotation,
+)
 from fsdptool.records.checkpointing import read_selector
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.recipe import DATA_OPTIONS, MAX_LORA_RANK, Data, Method, Recipe
+from fsdptool.records.recipe import DATA_OPTIONS, Data, Method, Recipe
 
 _BLOCKS = {
     "fsdp_config": [item for item in FSDP_KEYS.items() if item[1] in COMMON[2:]],
@@ -69,7 +77,7 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
     _raise_all(
         [
             _error(source, node.start, message, "leave it out to use the default")
-            for node, message in out_of_range(root)
+            for node, message in _out_of_bounds(read_annotation(Recipe), root, "")
         ]
         + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
     )
@@ -134,11 +142,6 @@ def _error(source: SourceText, index: int | None, message: str, help: str | None
     return ConfigError(f"{where}: {message}", help=help)
 
 
-@cache
-def _hints(record: type) -> Mapping[str, Any]:
-    return get_type_hints(record)
-
-
 def _raise_all(mistakes: list[ConfigError]) -> None:
     """Raise all mistakes as one error: the first, with the others."""
     if mistakes:
@@ -147,7 +150,7 @@ def _raise_all(mistakes: list[ConfigError]) -> None:
 
 
 def _check_record(source: SourceText, record: type, node: Node, where: str) -> None:
-    fields = {field.name: field for field in dataclasses.fields(record)}
+    fields = fields_of(record)
     mistakes = []
     for loser, winner in duplicates(node):
         line, _ = source.place(winner.key_node.start)
@@ -161,19 +164,18 @@ def _check_record(source: SourceText, record: type, node: Node, where: str) -> N
             meant.add(spelling.nearest(str(entry.key), list(fields), cutoff=0.6))
             continue
         try:
-            _check(source, _hints(record)[entry.key], entry.node, f"{where}.{entry.key}".lstrip("."))
+            _check(source, fields[entry.key].annotation, entry.node, f"{where}.{entry.key}".lstrip("."))
         except ConfigError as error:
             mistakes.append(error)
     for name, field in fields.items():
-        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         # A key that is misspelled is not missing, too.
-        if needed and node.get(name) is None and name not in meant:
+        if field.required and node.get(name) is None and name not in meant:
             shown = f"{where}.{name}".lstrip(".")
             mistakes.append(_error(source, node.start, f"{shown} is missing", "see `fsdptool schema recipe`"))
     _raise_all(mistakes)
 
 
-def _check_names(source: SourceText, node: Node, where: str, known: tuple[str, ...]) -> None:
+def _check_names(source: SourceText, node: Node, where: str, known: Sequence[str]) -> None:
     mistakes = []
     for entry in effective_entries(node):
         if entry.key not in known:
@@ -186,7 +188,7 @@ def _check_names(source: SourceText, node: Node, where: str, known: tuple[str, .
 
 def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
     key = str(entry.key)
-    fields = [field.name for field in dataclasses.fields(record)]
+    fields = list(fields_of(record))
     plain = key.removeprefix("fsdp_").removeprefix("parallelism_config_")
     owner = OWNED_BY_YAML.get(key) or OWNED_BY_YAML.get(plain)
     if owner is None and key != plain:
@@ -233,64 +235,51 @@ _OTHER_NAMES = {
 
 @cache
 def _homes() -> Mapping[str, tuple[str, ...]]:
-    homes = {}
-    for field in dataclasses.fields(Recipe):
-        hint = _record_of(_hints(Recipe)[field.name])
-        if hint is not None:
-            homes[field.name] = tuple(inner.name for inner in dataclasses.fields(hint))
-    return homes
+    records = {key: field.annotation.record for key, field in fields_of(Recipe).items()}
+    return {key: tuple(fields_of(record)) for key, record in records.items() if record is not None}
 
 
-def _record_of(hint: Any) -> type | None:
-    for option in (hint, *get_args(hint)):
-        if dataclasses.is_dataclass(option) and isinstance(option, type):
-            return option
-    return None
-
-
-def _check(source: SourceText, hint: Any, node: Node, where: str) -> None:
+def _check(source: SourceText, annotation: Annotation, node: Node, where: str) -> None:
     """Check one value against its annotation, deepest error first."""
-    options = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
-    if node.kind == "scalar" and node.value is None:
-        if type(None) in options:
+    if node.kind == "scalar" and node.value is None and annotation.kinds[0].shape is not Shape.ANY:
+        if annotation.optional:
             return
-        raise _error(source, node.start, f"{where} must not be empty", f"expected {_name(hint)}")
-    options = [option for option in options if option is not type(None)]
+        expected = f"expected {_name(annotation.kinds[0])}"
+        raise _error(source, node.start, f"{where} must not be empty", expected)
     failures = []
-    for option in options:
+    for kind in annotation.kinds:
         try:
-            _check_one(source, option, node, where)
+            _check_kind(source, kind, node, where)
             return
         except ConfigError as error:
             failures.append(error)
     raise failures[0]
 
 
-def _check_one(source: SourceText, hint: Any, node: Node, where: str) -> None:
-    origin = get_origin(hint)
-    if hint is Any:
-        return
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if node.kind != "map":
-            raise _error(source, node.start, f"{where} must be a mapping", f"expected {_name(hint)}")
-        _check_record(source, hint, node, where)
-    elif origin is Literal:
-        _check_choice(source, get_args(hint), node, where)
-    elif origin is tuple:
-        items = get_args(hint)
-        if node.kind != "list":
-            raise _error(source, node.start, f"{where} must be a list", f"expected {_name(hint)}")
-        if items[-1] is not Ellipsis and len(items) != len(node.items):
-            raise _error(source, node.start, f"{where} must have {len(items)} items, not {len(node.items)}")
-        for index, item in enumerate(node.items):
-            _check(source, items[0] if items[-1] is Ellipsis else items[index], item, f"{where}[{index}]")
-    elif origin is not None:
-        if node.kind != "map":
-            raise _error(source, node.start, f"{where} must be a mapping of names to values")
-        if where.endswith("data.options"):
-            _check_names(source, node, where, DATA_OPTIONS)
-    else:
-        _check_scalar(source, hint, node, where)
+def _check_kind(source: SourceText, kind: Kind, node: Node, where: str) -> None:
+    match kind.shape:
+        case Shape.RECORD:
+            if node.kind != "map":
+                raise _error(source, node.start, f"{where} must be a mapping", f"expected {_name(kind)}")
+            _check_record(source, kind.type, node, where)
+        case Shape.CHOICE:
+            _check_choice(source, tuple(kind.choices), node, where)
+        case Shape.LIST | Shape.TUPLE:
+            items = kind.items * len(node.items) if kind.shape is Shape.LIST else kind.items
+            if node.kind != "list":
+                raise _error(source, node.start, f"{where} must be a list", f"expected {_name(kind)}")
+            if len(items) != len(node.items):
+                expected = f"{where} must have {len(items)} items, not {len(node.items)}"
+                raise _error(source, node.start, expected)
+            for index, (annotation, item) in enumerate(zip(items, node.items, strict=True)):
+                _check(source, annotation, item, f"{where}[{index}]")
+        case Shape.MAPPING:
+            if node.kind != "map":
+                raise _error(source, node.start, f"{where} must be a mapping of names to values")
+            if "propertyNames" in kind.keywords:
+                _check_names(source, node, where, kind.keywords["propertyNames"]["enum"])
+        case Shape.SCALAR:
+            _check_scalar(source, kind.type, node, where)
 
 
 def _check_choice(source: SourceText, choices: tuple[Any, ...], node: Node, where: str) -> None:
@@ -313,7 +302,7 @@ def _check_choice(source: SourceText, choices: tuple[Any, ...], node: Node, wher
 def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> None:
     value = node.value
     if node.kind != "scalar":
-        raise _error(source, node.start, f"{where} must be {_name(hint)}, not a {node.kind}")
+        raise _error(source, node.start, f"{where} must be {_SCALARS[hint]}, not a {node.kind}")
     good = isinstance(value, hint) or (hint is float and isinstance(value, int))
     if good and not (hint in (int, float) and isinstance(value, bool)):
         if hint is float and not finite(value):
@@ -328,7 +317,7 @@ def _check_scalar(source: SourceText, hint: type, node: Node, where: str) -> Non
     elif hint is bool and spelling.boolean(value) is not None:
         advice = f"write {str(spelling.boolean(value)).lower()}"
     raise _error(
-        source, node.start, f"{where} must be {_name(hint)}, not {type(value).__name__} {value!r}", advice
+        source, node.start, f"{where} must be {_SCALARS[hint]}, not {type(value).__name__} {value!r}", advice
     )
 
 
@@ -344,18 +333,17 @@ def _yaml_number(hint: type, text: str) -> str:
     return shown
 
 
-def _name(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if hint in names:
-        return names[hint]
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
-    record = _record_of(hint)
-    if record is not None:
-        return "a mapping with " + ", ".join(field.name for field in dataclasses.fields(record))
-    if get_origin(hint) is tuple:
+_SCALARS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def _name(kind: Kind) -> str:
+    if kind.shape is Shape.CHOICE:
+        return " or ".join(map(str, kind.choices))
+    if kind.shape is Shape.RECORD:
+        return "a mapping with " + ", ".join(fields_of(kind.type))
+    if kind.shape in (Shape.LIST, Shape.TUPLE):
         return "a list"
-    return "a value"
+    return _SCALARS.get(kind.type, "a value")
 
 
 _METHODS = ("lora", "distillation")
@@ -433,9 +421,7 @@ def _checkpointing(root: Node) -> Iterator[tuple[Node, str, str]]:
             "give both, or neither",
         )
     for node in (policy.node, *runs):
-        count, saved = node.get("count"), node.get("save_operators")
-        if count is not None and isinstance(count.node.value, int) and count.node.value < 1:
-            yield count.node, f"a run of {count.node.value} blocks is not possible", "give at least 1 block"
+        saved = node.get("save_operators")
         for item in saved.node.items if saved is not None else ():
             try:
                 read_selector(str(item.value))
@@ -453,65 +439,21 @@ def _value(root: Node, block: str, key: str) -> Any:
     return entry.node.value if entry is not None else None
 
 
-_Range = tuple[str, Callable[[float], bool]]
-_ONE: _Range = ("at least 1", lambda number: number >= 1)
-_NONE: _Range = ("at least 0", lambda number: number >= 0)
-_ABOVE: _Range = ("above 0", lambda number: number > 0)
-_SHARE: _Range = ("at least 0 and below 1", lambda number: 0 <= number < 1)
-_RANK: _Range = (f"from 1 to {MAX_LORA_RANK}", lambda number: 1 <= number <= MAX_LORA_RANK)
-_RATIO: _Range = ("from 0 to 1", lambda number: 0 <= number <= 1)
-
-RANGES: dict[str, _Range] = {
-    # 0 would divide by zero, or never end, in the middle of a run.
-    "steps": _ONE,
-    "batch.micro_batch": _ONE,
-    "batch.accumulation": _ONE,
-    "batch.sequence_length": _ONE,
-    "batch.global_batch": _ONE,
-    "batch.height": _ONE,
-    "batch.width": _ONE,
-    "batch.frames": _ONE,
-    "checkpoints.every_steps": _ONE,
-    "checkpoints.keep_every": _ONE,
-    "checkpoints.keep_last": _ONE,
-    "evaluation.every_steps": _ONE,
-    "evaluation.batches": _ONE,
-    "method.lora.rank": _RANK,
-    "sharding.checkpointing.every_n": _ONE,
-    "sharding.reshard_after_forward": _ONE,
-    "tracking.log_every": _ONE,
-    "data.workers": _NONE,
-    "evaluation.samples": _NONE,
-    "optimizer.epsilon": _NONE,
-    "optimizer.learning_rate": _NONE,
-    "optimizer.weight_decay": _NONE,
-    "schedule.warmup_steps": _NONE,
-    "sharding.prefetch": _NONE,
-    "sharding.expert_parallel": _ONE,
-    "epochs": _ABOVE,
-    "method.distillation.temperature": _ABOVE,
-    "optimizer.clip_grad_norm": _ABOVE,
-    "ema.decay": _SHARE,
-    "evaluation.holdout": _SHARE,
-    "method.lora.dropout": _SHARE,
-    "optimizer.betas": _SHARE,
-    "optimizer.momentum": _SHARE,
-    "method.distillation.alpha": _RATIO,
-    "schedule.minimum_ratio": _RATIO,
-}
-"""Path in the recipe to what its number (or each of its numbers) must be."""
-
-
-def out_of_range(root: Node) -> Iterator[tuple[Node, str]]:
+def _out_of_bounds(annotation: Annotation, node: Node, where: str) -> Iterator[tuple[Node, str]]:
     """Yield each number that no run can have, with one line that says so."""
-    for path, (words, good) in RANGES.items():
-        node: Node | None = root
-        for name in path.split("."):
-            entry = node.get(name) if node is not None and node.kind == "map" else None
-            node = entry.node if entry is not None else None
-        for item in () if node is None else node.items or [node]:
-            if isinstance(item.value, int | float) and not good(item.value):
-                yield item, f"{path} must be {words}, not {item.value}"
+    for kind in annotation.kinds:
+        if kind.shape is Shape.RECORD and node.kind == "map":
+            fields = fields_of(kind.type)
+            for entry in effective_entries(node):
+                path = f"{where}.{entry.key}".lstrip(".")
+                yield from _out_of_bounds(fields[str(entry.key)].annotation, entry.node, path)
+        elif kind.shape in (Shape.LIST, Shape.TUPLE):
+            for index, item in enumerate(node.items):
+                yield from _out_of_bounds(kind.items[min(index, len(kind.items) - 1)], item, where)
+        elif (
+            kind.is_number and isinstance(node.value, int | float) and not permits(kind.keywords, node.value)
+        ):
+            yield node, f"{where} must be {bounds_text(kind.keywords)}, not {node.value}"
 
 
 def finite(value: float) -> bool:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from fsdptool.errors import ConfigError
+from fsdptool.records.annotations import bounds_text, fields_of, permits
 from fsdptool.records.recipe import Optimizer
 
 _EIGHT_BIT_BLOCK = 256
@@ -310,16 +311,11 @@ def _check_muon(optimizer: Optimizer) -> None:
     options = optimizer.muon
     if options is None:
         return
-    rate, steps = options.adamw_learning_rate, options.newton_schulz_steps
-    for name, value, good, words in (
-        ("momentum", options.momentum, 0.0 <= options.momentum < 1.0, "at least 0 and below 1"),
-        ("newton_schulz_steps", steps, 0 < steps < 100, "1 to 99"),
-        ("epsilon", options.epsilon, options.epsilon > 0.0, "above 0"),
-        ("adamw_learning_rate", rate, rate is None or rate >= 0.0, "at least 0"),
-    ):
-        if not good:
-            raise ConfigError(f"optimizer.muon.{name} is {value}; it must be {words}")
-    if rate is not None and not optimizer.learning_rate:
+    for name, option in fields_of(type(options)).items():
+        value, bounds = getattr(options, name), option.annotation.bounds
+        if isinstance(value, int | float) and not permits(bounds, value):
+            raise ConfigError(f"optimizer.muon.{name} is {value}; it must be {bounds_text(bounds)}")
+    if options.adamw_learning_rate is not None and not optimizer.learning_rate:
         raise ConfigError("optimizer.muon.adamw_learning_rate needs a learning_rate above 0")
 
 

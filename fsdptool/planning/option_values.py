@@ -39,17 +39,6 @@ def hsdp_shape(text: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def decay(value: float) -> float:
-    """Return an EMA decay.
-
-    Raises:
-        PlanError: It is not between 0 and 1.
-    """
-    if not 0.0 < value < 1.0:
-        raise PlanError(f"EMA decay {value} is not between 0 and 1", help="0.999 is usual")
-    return value
-
-
 def one_of(flag: str, value: str, choices: Sequence[str]) -> str:
     """Return the choice ``value`` spells, forgiving case and dashes.
 

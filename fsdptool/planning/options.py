@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.option_values import decay, hsdp_shape, one_of, reshard_value
+from fsdptool.planning.option_values import hsdp_shape, one_of, reshard_value
+from fsdptool.records.annotations import (
+    Annotation,
+    annotation_at,
+    bounds_text,
+    permits,
+    read_annotation,
+)
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.plan import Assumption, Preference
 from fsdptool.records.plan_details import PipelineSchedule
@@ -43,7 +49,7 @@ class Option:
         choices: Its choices where the field has none, or others.
         value: From the given value to the one the field takes.
         closes: Search dimensions that keep their value when it is given.
-        minimum: The least it may be.
+        minimum: The least it may be where the field allows less, or has no bound.
     """
 
     help: str
@@ -57,13 +63,17 @@ class Option:
 
     def allowed(self) -> tuple[str, ...]:
         """Return the choices; empty where any value of the type may be given."""
-        if self.choices or not self.sets:
-            return self.choices
-        hint: Any = {"recipe": Recipe, "settings": FsdpSettings}[self.sets.split(".")[0]]
-        for name in self.sets.split(".")[1:]:
-            hints = [item for item in _members(_hints(hint)[name]) if item is not type(None)]
-            hint = hints[0]
-        return tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+        return self.choices or (self._field().choices if self.sets else ())
+
+    def bounds(self) -> Mapping[str, Any]:
+        """Return the bounds of a number: the field's, in the words of JSON Schema, or ``minimum``."""
+        if self.minimum is not None:
+            return {"minimum": self.minimum}
+        return self._field().bounds if self.sets else {}
+
+    def _field(self) -> Annotation:
+        root, *path = self.sets.split(".")
+        return annotation_at({"recipe": Recipe, "settings": FsdpSettings}[root], path)
 
     def text(self) -> str:
         """Return the help text with the choices."""
@@ -133,19 +143,18 @@ class Options(TypedDict, total=False):
         "recipe.model.dtype")]
     attention: Annotated[str | None, Option("Attention implementation", "Recipe", "recipe.model.attention")]
     ema: Annotated[float | None, Option(
-        "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay", value=decay)]
+        "EMA decay, between 0 and 1.", "Recipe", "recipe.ema.decay")]
     sequence_length: Annotated[int | None, Option(
-        "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"),
-        minimum=1)]
+        "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"))]
     lengths: Annotated[str | Path | None, Option(
         "File with the lengths of tokenised samples: replay micro-batches that are padded to their longest"
         " sample (docs/how-to/plan-lengths-that-vary.md).", "Batch")]
     height: Annotated[int | None, Option(
-        "Image height in pixels.", "Batch", "recipe.batch.height", minimum=1)]
+        "Image height in pixels.", "Batch", "recipe.batch.height")]
     width: Annotated[int | None, Option(
-        "Image width in pixels.", "Batch", "recipe.batch.width", minimum=1)]
+        "Image width in pixels.", "Batch", "recipe.batch.width")]
     frames: Annotated[int | None, Option(
-        "Video frames per sample.", "Batch", "recipe.batch.frames", minimum=1)]
+        "Video frames per sample.", "Batch", "recipe.batch.frames")]
     micro_batch: Annotated[int | None, Option(
         "Samples per rank and forward pass.", "Batch", "recipe.batch.micro_batch",
         closes=("micro_batch", "accumulation"))]
@@ -155,7 +164,7 @@ class Options(TypedDict, total=False):
     global_batch: Annotated[int | None, Option(
         "Samples per step, total over all ranks.", "Batch", "recipe.batch.global_batch")]
     steps: Annotated[int | None, Option(
-        "Optimizer steps of the run, for its duration and price.", "Batch", "recipe.steps", minimum=1)]
+        "Optimizer steps of the run, for its duration and price.", "Batch", "recipe.steps")]
     max_batch: Annotated[bool, Option("Find the largest micro-batch that fits.", "Batch")]
     layout: Annotated[str | None, Option("Layout of the FSDP units", "Sharding", "recipe.sharding.layout")]
     wrap: Annotated[Sequence[str], Option(
@@ -192,7 +201,7 @@ class Options(TypedDict, total=False):
         "Context-parallel ranks.", "Sharding", "settings.mesh.cp", closes=("cp",))]
     tp: Annotated[int | None, Option(
         "Tensor-parallel ranks: each holds a part of every layer.", "Sharding", "settings.mesh.tp",
-        closes=("tp",), minimum=1)]
+        closes=("tp",))]
     sequence_parallel: Annotated[bool | None, Option(
         "Also divide the hidden states between layers over the tensor-parallel ranks.", "Sharding",
         "recipe.sharding.sequence_parallel", ("--sequence-parallel/--no-sequence-parallel",),
@@ -202,7 +211,7 @@ class Options(TypedDict, total=False):
         "Sharding", choices=get_args(Assumption))]
     ep: Annotated[int | None, Option(
         "Expert-parallel ranks: each holds whole experts and receives the tokens for them.", "Sharding",
-        "recipe.sharding.expert_parallel", closes=("ep",), minimum=1)]
+        "recipe.sharding.expert_parallel", closes=("ep",))]
     pp: Annotated[int | None, Option("Pipeline stages (planned, not trained).", "Sharding", minimum=1)]
     pp_schedule: Annotated[str | None, Option(
         "Pipeline schedule", "Sharding", choices=get_args(PipelineSchedule))]
@@ -234,10 +243,11 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One option as declared: its name, the members of its type, and the rest."""
+    """One option as declared: its name, its annotation as written and as read, and the rest."""
 
     name: str
     hint: Any
+    annotation: Annotation
     option: Option
 
     @property
@@ -247,15 +257,16 @@ class Declared:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The members of its type, None left out."""
-        return tuple(item for item in _members(self.hint) if item is not type(None))
+        """The classes of what it may be, None left out."""
+        return tuple(kind.type for kind in self.annotation.kinds)
 
 
 @cache
 def declared() -> Mapping[str, Declared]:
     """Return every option of :class:`Options`, in order."""
-    hints = get_type_hints(Options, include_extras=True)
-    return {name: Declared(name, *get_args(hint)) for name, hint in hints.items()}
+    plain, marked = get_type_hints(Options), get_type_hints(Options, include_extras=True)
+    read = {name: read_annotation(hint) for name, hint in marked.items()}
+    return {name: Declared(name, plain[name], item, item.marks[0]) for name, item in read.items()}
 
 
 def signature(first: str) -> inspect.Signature:
@@ -301,8 +312,9 @@ def read_options(options: Options) -> Options:
             value = one_of(flag, value, choices)
         elif isinstance(value, Sequence) and (choices := option.choices):
             value = tuple(one_of(flag, item, choices) for item in value)
-        if option.minimum is not None and value < option.minimum:
-            raise PlanError(f"{flag} must be at least {option.minimum}, not {value}")
+        bounds = option.bounds()
+        if isinstance(value, int | float) and not permits(bounds, value):
+            raise PlanError(f"{flag} must be {bounds_text(bounds)}, not {value}")
         values[name] = value
     if "hsdp" in values:
         values["dp_replicate"], values["dp_shard"] = hsdp_shape(values["hsdp"])
@@ -351,13 +363,3 @@ def _spellings() -> dict[str, str]:
     """Return the options by their flags, as ``seq_len`` of ``--seq-len``."""
     flags = ((flag, item.name) for item in declared().values() for flag in "/".join(item.flags).split("/"))
     return {flag.removeprefix("--").replace("-", "_"): name for flag, name in flags}
-
-
-@cache
-def _hints(record: type) -> dict[str, Any]:
-    return get_type_hints(record)
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
-    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

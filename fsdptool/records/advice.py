@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsdptool.records.keywords import Count
+from fsdptool.records.annotations import Count
 
 
 class ShortfallKind(StrEnum):

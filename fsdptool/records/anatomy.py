@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from fsdptool.records.annotations import Count, Share
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.keywords import Count, Share
 
 WrapReason = Literal[
     # Chosen.

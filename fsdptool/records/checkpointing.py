@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.keywords import Positive
+from fsdptool.records.annotations import Positive
 from fsdptool.records.sharding import CheckpointingMode
 
 OPERATOR_CLASSES: Mapping[str, tuple[str, ...]] = {
@@ -124,7 +124,7 @@ class Checkpointing:
     """
 
     mode: CheckpointingMode = "full"
-    every_n: int = 2
+    every_n: Positive = 2
     save_operators: tuple[str, ...] = ()
     blocks: tuple[BlockPolicy, ...] = field(default=())
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from fsdptool.records.keywords import Count, Keywords, Positive, Text
+from fsdptool.records.annotations import Count, Keywords, Positive, Text
 
 Link = Literal["nvlink", "pcie", "xgmi"]
 

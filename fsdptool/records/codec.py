@@ -7,13 +7,13 @@ and missing fields by name, so a hand-edited document fails with one clear line.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast
 
 from fsdptool.errors import ConfigError
+from fsdptool.records.annotations import Annotation, Kind, Shape, fields_of, key_of
 
 T = TypeVar("T")
 
@@ -47,11 +47,6 @@ def _keys(record: type) -> tuple[tuple[str, str], ...]:
     return tuple((key_of(field), field.name) for field in dataclasses.fields(record))
 
 
-def key_of(field: dataclasses.Field[Any]) -> str:
-    """Return the JSON key of a record's field."""
-    return field.name.rstrip("_")
-
-
 def from_json(record: type[T], data: Any, *, where: str = "") -> T:
     """Build ``record`` from JSON data.
 
@@ -63,7 +58,7 @@ def from_json(record: type[T], data: Any, *, where: str = "") -> T:
     Raises:
         ConfigError: A field is unknown, missing or of the wrong type; the message names it.
     """
-    result = _converter(cast(Any, record))(data, (where or record.__name__,))
+    result = _record(cast(Any, record))(data, (where or record.__name__,))
     return result  # type: ignore[no-any-return]
 
 
@@ -82,42 +77,43 @@ def _where(path: _Path) -> str:
     return f"{_where(parent)}[{part}]" if isinstance(part, int) else f"{_where(parent)}.{part}"
 
 
-@cache
-def _converter(hint: Any) -> _Converter:
+def _converter(annotation: Annotation) -> _Converter:
     """Return what makes a value of an annotation of data, raising ConfigError."""
-    origin = get_origin(hint)
-    if hint is Any:
-        return lambda data, path: data
-    if origin in (Union, types.UnionType):
-        return _union(get_args(hint))
-    if origin is Literal:
-        return _one_of({value: value for value in get_args(hint)})
-    if origin is tuple:
-        return _items(get_args(hint))
-    if origin is not None and issubclass(origin, Mapping):
-        return _mapping(get_args(hint)[1] if get_args(hint) else Any)
-    if dataclasses.is_dataclass(hint):
-        return _record(hint)  # type: ignore[arg-type]
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _one_of({member.value: member for member in hint})
-    return _scalar(hint)
+    converters = [_of_kind(kind) for kind in annotation.kinds]
+    return (
+        converters[0] if len(converters) == 1 and not annotation.optional else _union(annotation, converters)
+    )
 
 
+def _of_kind(kind: Kind) -> _Converter:
+    match kind.shape:
+        case Shape.ANY:
+            return lambda data, path: data
+        case Shape.CHOICE:
+            return _one_of(kind.choices)
+        case Shape.LIST | Shape.TUPLE:
+            return _items(kind)
+        case Shape.MAPPING:
+            return _mapping(kind.items[1])
+        case Shape.RECORD:
+            return _record(kind.type)
+        case Shape.SCALAR:
+            return _scalar(kind.type)
+
+
+@cache
 def _record(record: type) -> _Converter:
-    fields = {key_of(field): field for field in dataclasses.fields(record)}
-    required = [
-        key
-        for key, field in fields.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
     converters: dict[str, tuple[str, _Converter]] = {}
+    required: list[str] = []
 
     def convert(data: Any, path: _Path) -> Any:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{_where(path)}: expected an object, got {type(data).__name__}")
         if not converters:
-            hints = get_type_hints(record)
-            converters.update({key: (f.name, _converter(hints[f.name])) for key, f in fields.items()})
+            # Only now: a record may hold others of its own kind.
+            fields = fields_of(record)
+            required.extend(key for key, field in fields.items() if field.required)
+            converters.update({key: (f.name, _converter(f.annotation)) for key, f in fields.items()})
         if unknown := data.keys() - converters.keys():
             raise ConfigError(f"{_where(path)}: unknown field {min(unknown)!r}")
         if missing := [key for key in required if key not in data]:
@@ -131,8 +127,8 @@ def _record(record: type) -> _Converter:
     return convert
 
 
-def _mapping(hint: Any) -> _Converter:
-    item = _converter(hint)
+def _mapping(values: Annotation) -> _Converter:
+    item = _converter(values)
 
     def convert(data: Any, path: _Path) -> Any:
         if not isinstance(data, Mapping):
@@ -142,12 +138,9 @@ def _mapping(hint: Any) -> _Converter:
     return convert
 
 
-def _union(options: Sequence[Any]) -> _Converter:
-    optional = type(None) in options
-    converters = [_converter(option) for option in options if option is not type(None)]
-
+def _union(annotation: Annotation, converters: Sequence[_Converter]) -> _Converter:
     def convert(data: Any, path: _Path) -> Any:
-        if data is None and optional:
+        if data is None and annotation.optional:
             return None
         failures = []
         for converter in converters:
@@ -170,19 +163,20 @@ def _one_of(values: Mapping[Any, Any]) -> _Converter:
     return convert
 
 
-def _items(hints: Sequence[Any]) -> _Converter:
-    repeated = len(hints) == 2 and hints[1] is Ellipsis
-    converters = [_converter(hint) for hint in hints if hint is not Ellipsis]
+def _items(kind: Kind) -> _Converter:
+    repeated = kind.shape is Shape.LIST
+    converters = [_converter(item) for item in kind.items]
+    plain = {part.type for item in kind.items for part in item.kinds} & {int, str}
 
     def convert(data: Any, path: _Path) -> Any:
         if not isinstance(data, list | tuple):
             raise ConfigError(f"{_where(path)}: expected a list, got {type(data).__name__}")
         if repeated:
-            if hints[0] in (int, str) and all(type(item) is hints[0] for item in data):
+            if plain and {type(item) for item in data} <= plain:
                 return tuple(data)  # a trace holds a hundred thousand of them
             return tuple([converters[0](item, (path, i)) for i, item in enumerate(data)])
-        if len(hints) != len(data):
-            raise ConfigError(f"{_where(path)}: expected {len(hints)} items, got {len(data)}")
+        if len(converters) != len(data):
+            raise ConfigError(f"{_where(path)}: expected {len(converters)} items, got {len(data)}")
         return tuple([c(item, (path, i)) for i, (c, item) in enumerate(zip(converters, data, strict=True))])
 
     return convert

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fsdptool.records.keywords import Count, Keywords, Positive
+from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.plan import SearchPoint, Verdict
 from fsdptool.records.run import DeviceType
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from fsdptool.records.annotations import Count, Digest, Keywords, Positive
 from fsdptool.records.diagnostic import (
     EffectiveDtypes,
     EffectiveSetting,
@@ -15,7 +16,6 @@ from fsdptool.records.diagnostic import (
     Safety,
     Severity,
 )
-from fsdptool.records.keywords import Count, Digest, Keywords, Positive
 from fsdptool.records.recipe import Layout
 from fsdptool.records.sharding import FsdpSettings
 

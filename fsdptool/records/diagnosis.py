@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.diagnostic import Rule
-from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.run import RunView
 
 

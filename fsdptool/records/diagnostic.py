@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import Any, Generic, Literal, TypeVar
 
+from fsdptool.records.annotations import Count, Digest, Positive
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.keywords import Count, Digest, Positive
 
 Severity = Literal["error", "warning", "info"]
 Safety = Literal["safe", "unsafe", "none"]

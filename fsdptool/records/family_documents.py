@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptool.records.keywords import Count
+from fsdptool.records.annotations import Count
 
 
 @dataclass(frozen=True, slots=True)

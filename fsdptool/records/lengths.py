@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated
 
-from fsdptool.records.keywords import Count, Keywords, Positive
+from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.recipe import Padding
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.command_documents import Probe
-from fsdptool.records.keywords import Count, Positive
 from fsdptool.records.run import DeviceType
 
 MEASURED = "measured.json"

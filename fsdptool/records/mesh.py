@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fsdptool.errors import ConfigError
-from fsdptool.records.keywords import Positive
+from fsdptool.records.annotations import Positive
 
 
 @dataclass(frozen=True, slots=True)

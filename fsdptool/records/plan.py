@@ -9,10 +9,10 @@ from math import prod
 from typing import Annotated, Literal
 
 from fsdptool.records.advice import Shortfall, Suggestion
+from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.keywords import Count, Keywords, Positive
 from fsdptool.records.lengths import LengthsReplay, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdptool.records.anatomy import ReferenceKind
-from fsdptool.records.keywords import Count, Positive
+from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.trace import Basis
 
 PipelineSchedule = Literal["1f1b", "interleaved"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdptool.records.keywords import Count, Positive
+from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.recipe import Layout
 
 

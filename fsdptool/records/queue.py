@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from fsdptool.records.keywords import Count, Positive
+from fsdptool.records.annotations import Count, Positive
 
 
 class EntryState(StrEnum):

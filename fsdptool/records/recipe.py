@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.keywords import Keywords
 from fsdptool.records.sharding import Grouping
+
+AtLeastZero = Annotated[float, Keywords(minimum=0)]
+AboveZero = Annotated[float, Keywords(exclusiveMinimum=0)]
+BelowOne = Annotated[float, Keywords(minimum=0, exclusiveMaximum=1)]
+Ratio = Annotated[float, Keywords(minimum=0, maximum=1)]
 
 Layout = Literal["native", "accelerate"]
 MethodName = Literal["full", "lora", "distillation"]
@@ -44,9 +49,9 @@ MAX_LORA_RANK = 1 << 16
 class Lora:
     """LoRA (Hu et al. 2021), with the settings of peft's ``LoraConfig`` (0.21) under its names."""
 
-    rank: int = 16
+    rank: Annotated[int, Keywords(minimum=1, maximum=MAX_LORA_RANK)] = 16
     alpha: float = 32.0
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     targets: tuple[str, ...] | str | None = None
     """Suffixes of modules, a regular expression, or ``all-linear``; None takes the family's, and ``default``
     what peft chooses for the type of the model."""
@@ -87,8 +92,8 @@ class Distillation:
     """KL(teacher || student) at ``temperature``, mixed with the task loss by ``alpha``."""
 
     teacher: ModelChoice
-    temperature: float = 2.0
-    alpha: float = 0.5
+    temperature: AboveZero = 2.0
+    alpha: Ratio = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,7 @@ class Data:
     """Without packing: pad to ``batch.sequence_length``, or to the longest sample of a micro-batch."""
     document_mask: bool = True
     assistant_only_loss: bool = False
-    workers: int = 0
+    workers: Count = 0
     shuffle: bool = True
     options: DataOptions = field(default_factory=dict)
 
@@ -159,30 +164,30 @@ class Data:
 class Batch:
     """Sizes of a step. Exactly one of ``accumulation`` and ``global_batch`` decides the other."""
 
-    micro_batch: int = 1
-    sequence_length: int | None = None
+    micro_batch: Positive = 1
+    sequence_length: Positive | None = None
     """Tokens per sample of text; None for families without one."""
-    height: int | None = None
-    width: int | None = None
-    frames: int | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    frames: Positive | None = None
     """Pixels and frames of image and video families."""
-    accumulation: int = 1
-    global_batch: int | None = None
+    accumulation: Positive = 1
+    global_batch: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Muon:
     """Options of ``optimizer.name: muon``, with the defaults of ``torch.optim.Muon`` (torch 2.13)."""
 
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     nesterov: bool = True
-    newton_schulz_steps: int = 5
+    newton_schulz_steps: Annotated[int, Keywords(minimum=1, maximum=99)] = 5
     newton_schulz_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
-    epsilon: float = 1e-7
+    epsilon: AboveZero = 1e-7
     """Added to the norm that a momentum is divided by."""
     adjust_learning_rate: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor on the rate of an A x B matrix: ``0.2 sqrt(max(A, B))``, or ``sqrt(max(1, A / B))``."""
-    adamw_learning_rate: float | None = None
+    adamw_learning_rate: AtLeastZero | None = None
     """Rate of the parameters that AdamW updates; None is ``learning_rate``. Both follow the schedule."""
 
 
@@ -191,13 +196,13 @@ class Optimizer:
     """The optimizer. ``implementation`` auto is the fused kernel on every device."""
 
     name: Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"] = "adamw"
-    learning_rate: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.0
+    learning_rate: AtLeastZero = 1e-4
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    epsilon: AtLeastZero = 1e-8
+    weight_decay: AtLeastZero = 0.1
+    momentum: BelowOne = 0.0
     implementation: Implementation = "auto"
-    clip_grad_norm: float | None = 1.0
+    clip_grad_norm: AboveZero | None = 1.0
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """How the rate follows the world size; ``none`` keeps it (the global batch is explicit)."""
     muon: Muon | None = None
@@ -208,8 +213,8 @@ class Schedule:
     """Learning-rate schedule over optimizer steps."""
 
     name: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = 0
-    minimum_ratio: float = 0.0
+    warmup_steps: Count = 0
+    minimum_ratio: Ratio = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +226,9 @@ class Sharding:
     """None: what the YAML's ``mixed_precision`` says."""
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = "float32"
     output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    reshard_after_forward: int | None = None
+    reshard_after_forward: Positive | None = None
     """Reshard to this many ranks after forward; None leaves the YAML's boolean."""
-    prefetch: int | None = None
+    prefetch: Count | None = None
     """FSDP units to prefetch; 1 is FSDP2's implicit prefetch. None: 2 with expert parallelism, else 1."""
     accumulation: GradientAccumulation = "sharded"
     """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
@@ -231,7 +236,7 @@ class Sharding:
     compile: bool = False
     grouping: Grouping = field(default_factory=Grouping)
     """Which parameters outside the blocks form units, in the native layout."""
-    expert_parallel: int = 1
+    expert_parallel: Positive = 1
     """Ranks over which the experts of each layer are distributed; divides ``dp_shard`` x ``cp`` x ``tp``."""
     sequence_parallel: bool = False
     """Whether the ranks of a tensor-parallel group also divide the hidden states between its regions."""
@@ -249,9 +254,9 @@ class Sharding:
 class Checkpoints:
     """When training state is written and what is kept."""
 
-    every_steps: int | None = None
-    keep_last: int = 2
-    keep_every: int | None = None
+    every_steps: Positive | None = None
+    keep_last: Positive = 2
+    keep_every: Positive | None = None
     mode: Literal["async", "sync"] = "async"
     at_end: bool = True
 
@@ -260,11 +265,11 @@ class Checkpoints:
 class Evaluation:
     """Validation during training; ``data`` None holds out ``holdout`` of the training data."""
 
-    every_steps: int | None = None
-    batches: int = 8
-    holdout: float = 0.0
+    every_steps: Positive | None = None
+    batches: Positive = 8
+    holdout: BelowOne = 0.0
     data: Data | None = None
-    samples: int = 0
+    samples: Count = 0
 
     @property
     def wanted(self) -> bool:
@@ -281,7 +286,7 @@ class Evaluation:
 class Ema:
     """Sharded exponential moving average of the trained parameters; decay None switches it off."""
 
-    decay: float | None = None
+    decay: BelowOne | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +294,7 @@ class Tracking:
     """Experiment services that receive every ``log_every``-th step in addition to ``metrics.jsonl``."""
 
     backends: tuple[TrackerName, ...] = ()
-    log_every: int = 1
+    log_every: Positive = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -309,7 +314,7 @@ class Recipe:
     evaluation: Evaluation = Evaluation()
     ema: Ema = Ema()
     tracking: Tracking = Tracking()
-    steps: int | None = None
-    epochs: float | None = None
+    steps: Positive | None = None
+    epochs: AboveZero | None = None
     seed: int = 0
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"

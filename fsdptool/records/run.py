@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from fsdptool.records.keywords import Count, Keywords, Positive
+from fsdptool.records.annotations import Count, Keywords, Positive
 
 DeviceType = Literal["cpu", "cuda"]
 

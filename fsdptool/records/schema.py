@@ -7,12 +7,11 @@ A field's type, its ``Keywords`` and its documentation make its schema, so a doc
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from fsdptool.records.codec import key_of, to_json
+from fsdptool.records.annotations import Annotation, Kind, Shape, fields_of
+from fsdptool.records.codec import to_json
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,17 +106,12 @@ class _Generator:
 
     def object(self, record: type) -> dict[str, Any]:
         """Return the schema of a record, without a reference to it."""
-        hints = get_type_hints(record, include_extras=True)
         documented = field_documentation(record)
         required, properties = [], {}
-        for field in dataclasses.fields(record):
-            key = key_of(field)
-            defaulted = (
-                field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-            )
-            if self._form.kind == "output" or not defaulted:
+        for key, field in fields_of(record).items():
+            if self._form.kind == "output" or field.required:
                 required.append(key)
-            entry = self._type(hints[field.name])
+            entry = self._type(field.annotation)
             if field.name in documented:
                 entry = {**entry, "description": documented[field.name]}
             if self._form.kind == "input" and _shown(field.default, entry):
@@ -132,36 +126,30 @@ class _Generator:
             "properties": properties,
         }
 
-    def _type(self, hint: Any) -> dict[str, Any]:
-        origin = get_origin(hint)
-        if origin is Annotated:
-            base, *marks = get_args(hint)
-            keywords = {key: value for mark in marks for key, value in mark.keywords.items()}
-            return {**self._type(base), **keywords}
-        if origin in (Union, types.UnionType):
-            return _merged([self._type(option) for option in get_args(hint)])
-        if origin is Literal:
-            return {"enum": list(get_args(hint))}
-        if origin in (tuple, list):
-            return self._array(get_args(hint))
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            return self._reference(hint)
-        if origin is not None:
-            return self._mapping(*get_args(hint))
-        if isinstance(hint, type) and issubclass(hint, Enum):
-            return {"enum": [member.value for member in hint]}
-        return {} if hint is Any else {"type": _SCALARS[hint]}
+    def _type(self, annotation: Annotation) -> dict[str, Any]:
+        options = [{**self._kind(kind), **kind.keywords} for kind in annotation.kinds]
+        if annotation.optional:
+            options.append({"type": "null"})
+        return {**(options[0] if len(options) == 1 else _merged(options)), **annotation.keywords}
 
-    def _mapping(self, key: Any, value: Any) -> dict[str, Any]:
-        values = self._type(value)
-        names = {"propertyNames": self._type(key)} if get_origin(key) is Literal else {}
-        return {"type": "object", **names, **({"additionalProperties": values} if values else {})}
-
-    def _array(self, items: tuple[Any, ...]) -> dict[str, Any]:
-        if len(items) == 1 or items[-1] is Ellipsis:
-            return {"type": "array", "items": self._type(items[0])}
-        each = [self._type(item) for item in items]
-        return {"type": "array", "prefixItems": each, "minItems": len(each), "maxItems": len(each)}
+    def _kind(self, kind: Kind) -> dict[str, Any]:
+        items = [self._type(item) for item in kind.items]
+        match kind.shape:
+            case Shape.ANY:
+                return {}
+            case Shape.CHOICE:
+                return {"enum": list(kind.choices)}
+            case Shape.LIST:
+                return {"type": "array", "items": items[0]}
+            case Shape.TUPLE:
+                return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+            case Shape.MAPPING:
+                names = {"propertyNames": items[0]} if kind.items[0].choices else {}
+                return {"type": "object", **names, **({"additionalProperties": items[1]} if items[1] else {})}
+            case Shape.RECORD:
+                return self._reference(kind.type)
+            case Shape.SCALAR:
+                return {"type": _SCALARS[kind.type]}
 
     def _reference(self, record: type) -> dict[str, Any]:
         if record.__name__ not in self.definitions:
@@ -177,7 +165,7 @@ def _shown(default: object, entry: Mapping[str, Any]) -> bool:
     return default is not dataclasses.MISSING and not dataclasses.is_dataclass(default)
 
 
-_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def _merged(options: list[dict[str, Any]]) -> dict[str, Any]:

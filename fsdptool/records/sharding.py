@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.keywords import Count, Positive
+from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 

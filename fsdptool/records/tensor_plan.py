@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdptool.records.keywords import Count, Positive
+from fsdptool.records.annotations import Count, Positive
 
 SplitStyle = Literal["column", "row", "vocabulary", "experts"]
 """How a module is split.

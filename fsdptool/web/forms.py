@@ -5,15 +5,14 @@ A form is a list of fields with values and errors; labels, choices and help text
 
 from __future__ import annotations
 
-import dataclasses
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.records.codec import from_json, key_of
+from fsdptool.records.annotations import Annotation, Shape, fields_of
+from fsdptool.records.codec import from_json
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.schema import field_documentation
 
@@ -165,7 +164,7 @@ def option_fields(names: Iterable[str], values: Mapping[str, str]) -> tuple[Fiel
     fields = []
     for name in names:
         item = declared()[name]
-        kind = _kind(item.types)
+        kind, bounds = _kind(item.annotation), item.option.bounds()
         choices = ("yes", "no") if kind is FieldKind.SWITCH else item.option.allowed()
         fields.append(
             Field(
@@ -175,7 +174,8 @@ def option_fields(names: Iterable[str], values: Mapping[str, str]) -> tuple[Fiel
                 help=item.option.help.removesuffix(".") + ".",
                 choices=choices,
                 value=values.get(name, ""),
-                minimum=item.option.minimum,
+                minimum=bounds.get("minimum"),
+                maximum=bounds.get("maximum"),
                 panel=item.option.panel or "Model",
             )
         )
@@ -192,16 +192,13 @@ def record_fields(
         values: Texts by key.
         leave_out: Fields that the form does not have, such as nested records.
     """
-    hints = get_type_hints(record, include_extras=True)
     documented = field_documentation(record)
     fields = []
-    for field in dataclasses.fields(record):
+    for key, field in fields_of(record).items():
         if field.name in leave_out:
             continue
-        members = _members(hints[field.name])
-        kind, key = _kind(members), key_of(field)
-        choices = ("yes", "no") if kind is FieldKind.SWITCH else _choices(members)
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        kind = _kind(field.annotation)
+        choices = ("yes", "no") if kind is FieldKind.SWITCH else tuple(map(str, field.annotation.choices))
         shown = field.default if isinstance(field.default, str | int | float) else None
         fields.append(
             Field(
@@ -211,8 +208,8 @@ def record_fields(
                 help=documented.get(field.name, ""),
                 choices=choices,
                 value=values.get(key, ""),
-                minimum=_keyword(hints[field.name], "minimum"),
-                required=required,
+                minimum=field.annotation.bounds.get("minimum"),
+                required=field.required,
                 empty="(not given)" if shown is None else f"({_text(shown)})",
                 placeholder="" if shown is None else _text(shown),
             )
@@ -267,50 +264,18 @@ def with_error(fields: Iterable[Field], error: FsdptoolError) -> tuple[tuple[Fie
     return tuple(replace(f, error=message) if f.name == name else f for f in listed), True
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return what a value may be: members of unions, without None and annotations."""
-    if get_origin(hint) is Annotated:
-        return _members(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return tuple(inner for item in get_args(hint) for inner in _members(item))
-    return () if hint is type(None) else (hint,)
-
-
-def _kind(members: Sequence[Any]) -> FieldKind:
-    """Return how a value of these types is entered; text where it may be one."""
-    if any(get_origin(hint) in (Sequence, tuple, list) for hint in members):
+def _kind(annotation: Annotation) -> FieldKind:
+    """Return how a value is entered; text where it may be one."""
+    shapes = {kind.shape for kind in annotation.kinds}
+    types = {kind.type for kind in annotation.kinds}
+    if shapes & {Shape.LIST, Shape.TUPLE}:
         return FieldKind.LIST
-    if any(hint is str or get_origin(hint) is Literal or _is_enum(hint) for hint in members):
+    if str in types or Shape.CHOICE in shapes:
         return FieldKind.TEXT
-    for kind, hint in ((FieldKind.DECIMAL, float), (FieldKind.WHOLE, int), (FieldKind.SWITCH, bool)):
-        if hint in members:
-            return kind
+    for entered, plain in ((FieldKind.DECIMAL, float), (FieldKind.WHOLE, int), (FieldKind.SWITCH, bool)):
+        if plain in types:
+            return entered
     return FieldKind.TEXT
-
-
-def _choices(members: Sequence[Any]) -> tuple[str, ...]:
-    values: list[str] = []
-    for hint in members:
-        if get_origin(hint) is Literal:
-            values += [str(value) for value in get_args(hint)]
-        elif _is_enum(hint):
-            values += [str(member.value) for member in hint]
-        else:
-            return ()
-    return tuple(values)
-
-
-def _is_enum(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Enum)
-
-
-def _keyword(hint: Any, name: str) -> Any:
-    """Return what an annotation says in JSON Schema's words, or None."""
-    for mark in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-        if name in getattr(mark, "keywords", {}):
-            return mark.keywords[name]
-    inner = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
-    return next((found for item in inner if (found := _keyword(item, name)) is not None), None)
 
 
 def _text(value: object) -> str:

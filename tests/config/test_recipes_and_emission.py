@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -18,7 +20,7 @@ from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.fixes import repair
-from fsdptool.config.recipe import _OTHER_NAMES, RANGES, dump_recipe, read_recipe
+from fsdptool.config.recipe import _OTHER_NAMES, dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.inspection import inspect
@@ -112,15 +114,44 @@ def test_every_name_of_other_trainers_leads_to_a_field() -> None:
             node = node["properties"][part]
 
 
-def test_every_range_is_about_a_number_of_the_record() -> None:
-    schema = generate("recipe")
-    for path in RANGES:
-        node = schema
-        for name in path.split("."):
-            options = [option.get("$ref", "") for option in node.get("anyOf", [node])]
-            records = [schema["$defs"][option.rpartition("/")[2]] for option in options if option] or [node]
-            node = next(record["properties"][name] for record in records)
-        assert re.search(r"'(integer|number)'", str(node)), path
+SCHEMA = generate("recipe")
+OUTSIDE: dict[str, Callable[[float], float]] = {
+    "minimum": lambda bound: bound - 1,
+    "exclusiveMinimum": lambda bound: bound,
+    "maximum": lambda bound: bound + 1,
+    "exclusiveMaximum": lambda bound: bound,
+}
+
+
+def recipes_out_of_bounds(node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and data of each value of a schema with one number just outside one of its bounds."""
+    for option in node.get("anyOf", ()):
+        yield from recipes_out_of_bounds(option)
+    if "$ref" in node:
+        yield from recipes_out_of_bounds(SCHEMA["$defs"][node["$ref"].rpartition("/")[2]])
+    for keyword, outside in OUTSIDE.items():
+        if keyword in node:
+            yield (), outside(node[keyword])
+    if "items" in node:
+        yield from ((path, [data]) for path, data in recipes_out_of_bounds(node["items"]))
+    if "prefixItems" in node:
+        count = len(node["prefixItems"])
+        yield from ((path, [data] * count) for path, data in recipes_out_of_bounds(node["prefixItems"][0]))
+    samples = {"model": {"reference": "a:b"}, "teacher": {"reference": "a:b"}, "reference": "a:b", "count": 1}
+    needed = {name: samples[name] for name in node.get("required", ())}
+    for name, inner in node.get("properties", {}).items():
+        for path, data in recipes_out_of_bounds(inner):
+            yield (name, *path), {**needed, name: data}
+
+
+def test_the_schema_and_the_reader_refuse_the_same_numbers() -> None:
+    found = dict(recipes_out_of_bounds(SCHEMA))
+    assert found.keys() >= {("steps",), ("batch", "micro_batch"), ("ema", "decay"), ("optimizer", "betas")}
+    assert len(found) >= 40
+    for path, recipe in recipes_out_of_bounds(SCHEMA):
+        assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(recipe), path
+        with pytest.raises(ConfigError, match=rf"^recipe:\d+:\d+: {re.escape('.'.join(path))} must be "):
+            read_recipe(yaml.safe_dump(recipe))
 
 
 def test_every_data_option_is_read_and_no_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fsdptool.cli.schema import write_schemas
 from fsdptool.records import schema
-from fsdptool.records.keywords import Keywords
+from fsdptool.records.annotations import Keywords
 from fsdptool.records.run import Metrics
 from fsdptool.records.schema import FORMATS, DocumentFormat, generate
 

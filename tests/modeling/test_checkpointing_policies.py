@@ -134,7 +134,7 @@ def test_a_recipe_holds_the_policy_and_refuses_an_impossible_one(tmp_path: Path)
     path.write_text(text)
     assert read_recipe(path).sharding.checkpointing == policy
     for before, after, complaint in (
-        ("count: 12", "count: 0", "a run of 0 blocks"),
+        ("count: 12", "count: 0", r"blocks\.count must be at least 1, not 0"),
         ("matmul#5", "matmul#0", "does not name an operator"),
         ("mode: per_block", "mode: full", "require each other"),
     ):

@@ -551,7 +551,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--reshard", "maybe"], "is not supported"),
         ([*HARDWARE, "--micro-batch", "1000000", "--seq-len", "512"], "too many for one rank"),
         ([*HARDWARE, "--reshard", "2"], "is not a proper divisor of the 2 ranks"),
-        ([*HARDWARE, "--ema", "nan"], "EMA decay nan is not between 0 and 1"),
+        ([*HARDWARE, "--ema", "nan"], "--ema must be at least 0 and below 1, not nan"),
         ([*HARDWARE, "--network", "0"], "bandwidth between nodes must be positive"),
         ([*HARDWARE, "--price", "nan"], "price per GPU hour must be 0 or more"),
         ([*HARDWARE, "--checkpointing", "some"], "is not supported"),

@@ -190,7 +190,7 @@ def test_hidden_matrices_are_those_of_blocks(fqn: str, shape: tuple[int, ...], h
     ("options", "words"),
     [
         (Muon(momentum=1.0), "muon.momentum is 1.0"),
-        (Muon(newton_schulz_steps=0), "must be 1 to 99"),
+        (Muon(newton_schulz_steps=0), "must be from 1 to 99"),
         (Muon(epsilon=0.0), "must be above 0"),
     ],
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TextIO
 
 from fsdptool.formatting import printable
-from fsdptool.records.codec import key_of
+from fsdptool.records.annotations import key_of
 from fsdptool.records.diagnostic import Diagnostic
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
