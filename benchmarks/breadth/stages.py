@@ -114,7 +114,7 @@ def plan(subject: Subject, inputs: Any = None) -> dict[str, Any]:
 def _plan(setting: Setting) -> dict[str, Any]:
     inputs = inputs_of(setting)
     try:
-        traced = trace(inputs.spec, inputs.recipe, inputs.settings, staged=True, use_cache=False)
+        traced = trace(inputs.spec, inputs.recipe, inputs.settings, use_cache=False)
     except ConfigError as error:  # of a forward that converts its parameters
         return {"good": False, "unknowns": [error.message]}
     predicted = footprint(

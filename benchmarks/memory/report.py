@@ -33,7 +33,7 @@ BEGIN, END = "<!-- accuracy: begin (benchmarks/memory/report.py) -->", "<!-- acc
 def predict(setting: Setting) -> Footprint:
     """Return the prediction for a row."""
     inputs = inputs_of(setting)
-    traced = trace(inputs.spec, inputs.recipe, inputs.settings, staged=setting.backend == "gloo")
+    traced = trace(inputs.spec, inputs.recipe, inputs.settings)
     return footprint(
         traced,
         inputs.units,

@@ -95,20 +95,6 @@ def rows() -> Iterator[tuple[str, str, str]]:
             f"median {item['median']:.2f} ×, {item['least']:.2f} to {item['most']:.2f}",
             "planning_published",
         )
-    for rival, name in (
-        ("bare", "a bare FSDP2 loop"),
-        ("accelerate", "accelerate, modified to shard on the CPU"),
-    ):
-        yield (
-            f"step time relative to {name}",
-            _ratio(_read("training_step_time")["ratios"][rival]),
-            ("training_step_time"),
-        )
-    yield (
-        "step time relative to Hugging Face's Trainer, modified to shard on the CPU",
-        _ratio(_read("training_versus_trainer")["sharded"]["ratio"]),
-        "training_versus_trainer",
-    )
     yield (
         "time for which an asynchronous checkpoint pauses training, relative to a synchronous one",
         _ratio(_read("training_save_stall")["ratios"]["stall"]),

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
-from fsdptool.distributed.direct_messages import send_directly, supports_direct_messages
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.sharding import Unit, UnitPlan
 
@@ -149,7 +148,6 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     )
     if any(not parameter.is_floating_point() for parameter in named.values()):
         accept_integers()
-    direct = supports_direct_messages(session.device)
     units: list[FSDPModule] = []
     for unit in plan.units:
         modules = [_module(model, path) for path in unit.modules]
@@ -178,8 +176,6 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
             # ``_get_gradient_divide_factors``). One rank sums nothing, and a factor costs it a copy.
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
-        if direct and mesh.size(mesh.ndim - 1) > 1:
-            send_directly(first)
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)
     return units

@@ -34,14 +34,12 @@ class TensorGroup:
         size: How many there are.
         rank: Which of them this is.
         process_group: Their process group; None computes alone, with the same tensors (the memory tracer).
-        staged: Without a process group: whether to make the buffers that a CPU backend copies from.
         experts: The expert-parallel group beside it, or None.
     """
 
     size: int
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
-    staged: bool = False
     experts: TensorGroup | None = None
 
     def of(self, placement: Placement) -> TensorGroup:
@@ -61,7 +59,7 @@ class TensorGroup:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """Return the parts of all ranks, one behind the other along ``dim``."""
-        parts = gather(part.contiguous(), self.size, self.process_group, staged=self.staged)
+        parts = gather(part.contiguous(), self.size, self.process_group)
         if self.process_group is None:
             _notify(parts, summed=False)
         if dim:
@@ -74,7 +72,7 @@ class TensorGroup:
             _notify(whole, summed=False)
         shape = (*whole.shape[:dim], self.size, -1, *whole.shape[dim + 1 :])
         parts = whole.reshape(shape).movedim(dim, 0).contiguous()
-        return reduce(parts, self.process_group, staged=self.staged)
+        return reduce(parts, self.process_group)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """Return a copy of this rank's part of ``whole`` along ``dim``."""

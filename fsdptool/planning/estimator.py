@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.layout.group import default_loading
-from fsdptool.memory.simulation.collectives import DEVICES, Weights, stored_dtype
+from fsdptool.memory.simulation.collectives import Weights, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.units import with_stored_dtypes
@@ -320,14 +320,12 @@ class Estimator:
         """Return the trace of a configuration, and what it depends on as text."""
         from fsdptool.memory.tracing.tracer import trace, traced_configuration
 
-        staged = DEVICES[self.profile].direct
-        key = json.dumps(traced_configuration(recipe, settings, staged=staged), sort_keys=True)
+        key = json.dumps(traced_configuration(recipe, settings), sort_keys=True)
         if key not in self._traces:
             self._traces[key] = trace(
                 self.spec,
                 recipe,
                 settings,
-                staged=staged,
                 worst_routing=self.worst_routing,
                 own_loss=self.loop.own_loss,
                 masked=self.loop.masked,

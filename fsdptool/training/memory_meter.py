@@ -25,7 +25,7 @@ _SPAN = "fsdptool moment: "
 _PREPARED_WITHIN = 1.0
 """Seconds a profile's preparation may take: half of what kineto allows."""
 
-_SETTLE_SECONDS = 0.003
+_SETTLE_SECONDS = 0.01
 """Far longer than a thread of the CPU backend needs after its work is done, on a busy machine, too."""
 
 

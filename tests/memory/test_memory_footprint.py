@@ -71,7 +71,7 @@ def test_the_peak_is_the_sum_of_its_components() -> None:
 
 
 def test_gloo_staging_is_a_line_of_its_own() -> None:
-    """What the other ranks send adds to the CPU profile over gloo and to no other."""
+    """The copy that gloo sums adds to the CPU profile over gloo and to no other."""
     case = Case(
         ranks=2,
         settings={"mixed_precision": "bf16"},
@@ -89,7 +89,7 @@ def test_gloo_staging_is_a_line_of_its_own() -> None:
     }
     assert staged["cpu-fake"] == staged["cuda"] == 0
     block = next(unit for unit in plan.units if unit.kind == "block")
-    assert staged["cpu-gloo"] == sum(parameter.numel for parameter in block.parameters) * 4 // 2
+    assert staged["cpu-gloo"] == sum(parameter.numel for parameter in block.parameters) * 4
     fake, gloo = over["cpu-fake"].allocated_peak_bytes, over["cpu-gloo"].allocated_peak_bytes
     assert fake is not None and gloo is not None and fake <= gloo <= fake + staged["cpu-gloo"]
 

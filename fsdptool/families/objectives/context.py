@@ -32,14 +32,12 @@ class Context:
         size: How many they are.
         rank: Which of them this is.
         group: Their process group; None exchanges nothing, though buffers are made (a trace).
-        staged: Whether a trace makes the buffers, too, that a CPU backend copies a collective into.
         ring: Whether keys and values are passed round rather than gathered.
     """
 
     size: int
     rank: int
     group: Any = None
-    staged: bool = False
     ring: bool = False
 
     @property
@@ -62,11 +60,11 @@ class Context:
 
     def gather(self, mine: Tensor) -> Tensor:
         """Return every rank's tensor, [size, *mine.shape]; ``mine`` is contiguous."""
-        return gather(mine, self.size, self.group, staged=self.staged)
+        return gather(mine, self.size, self.group)
 
     def reduce(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the sum of every rank's ``whole`` [size, ...]."""
-        return reduce(whole, self.group, staged=self.staged)
+        return reduce(whole, self.group)
 
     def rotate(self, mine: Tensor) -> Tensor:
         """Send a flat tensor to the next rank and return what the one before sent."""
@@ -82,34 +80,29 @@ class Context:
         return received
 
 
-def gather(mine: Tensor, size: int, group: Any, *, staged: bool) -> Tensor:
+def gather(mine: Tensor, size: int, group: Any) -> Tensor:
     """Return the tensors of all ranks of a group, [size, *mine.shape].
 
     Args:
         mine: This rank's, contiguous.
         size: Ranks of the group.
         group: Their process group; None exchanges nothing.
-        staged: Without a process group: make the buffer that a CPU backend copies from, too.
     """
     received = mine.new_empty((size, *mine.shape))
     if group is not None:
         _collective("all_gather_single", "all_gather_into_tensor")(
             received.view(-1), mine.view(-1), group=group
         )
-    elif staged:
-        received.new_empty(received.shape)
     return received
 
 
-def reduce(whole: Tensor, group: Any, *, staged: bool) -> Tensor:
+def reduce(whole: Tensor, group: Any) -> Tensor:
     """Return this rank's part of the sum over a group of ``whole`` [size, ...], which is contiguous."""
     mine = whole.new_empty(whole.shape[1:])
     if group is not None:
         _collective("reduce_scatter_single", "reduce_scatter_tensor")(
             mine.view(-1), whole.view(-1), group=group
         )
-    elif staged:
-        whole.new_empty(whole.shape)
     return mine
 
 

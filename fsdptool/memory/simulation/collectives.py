@@ -1,7 +1,7 @@
 """Bytes of shards, and what each collective copies, stages, rounds and keeps alive, by device profile.
 
-Torch-free. The one home of these rules: the schedule plays the buffers, the step-time model moves their
-bytes, and ``distributed/direct_messages.py`` allocates what is said here. Sources: torch 2.13,
+Torch-free. The one home of these rules: the schedule plays the buffers, and the step-time model moves
+their bytes. Sources: torch 2.13,
 ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param.py``.
 """
 
@@ -145,23 +145,21 @@ class Device:
     Attributes:
         grain: Bytes its allocator rounds sizes to.
         host_apart: Whether host memory is memory of its own: offloaded tensors move, copies to it are pinned.
-        direct: Whether ranks send each other their parts directly (``distributed/direct_messages.py``): a
-            gather's output is freed as soon as it is copied out, and a reduction receives the
-            other ranks' rows beside its input.
+        copying: Whether the backend of collectives works on copies, as gloo does (:func:`backend_copy`).
         fused_copy_in: Whether one kernel pads, casts and concatenates the gradients of a reduction
             (:func:`copies_of_gradients`).
     """
 
     grain: int
     host_apart: bool = False
-    direct: bool = False
+    copying: bool = False
     fused_copy_in: bool = False
 
 
 DEVICES: Mapping[DeviceProfile, Device] = {
     "cuda": Device(512, host_apart=True, fused_copy_in=True),
     "cpu-fake": Device(1),
-    "cpu-gloo": Device(1, direct=True),
+    "cpu-gloo": Device(1, copying=True),
 }
 
 
@@ -308,20 +306,16 @@ def copies_of_gradients(
     return Block(REDUCE, rounded_sum(copies, device.grain), tuple(copies), COMPUTE)
 
 
-def received(size: int, ranks: int) -> int:
-    """Return how much of a reduction's input of ``size`` a rank receives directly before it sums.
+def backend_copy(whole: Block) -> Block:
+    """Return the memory that gloo takes while a collective runs (torch 2.13, ``ProcessGroupGloo.cpp``).
 
-    The other ranks' parts of its own rows; the unit of the result is that of ``size``.
+    An all-gather receives into a flat buffer of its output's size. A reduce-scatter is an all-reduce of a
+    copy of its input.
+
+    Args:
+        whole: The output of the all-gather, or the input of the reduce-scatter.
     """
-    return size // ranks * (ranks - 1)
-
-
-def staging(sent: Block, device: Device, ranks: int) -> Block | None:
-    """Return the buffer that holds what other ranks send of this one's rows, or None without one."""
-    if not device.direct or ranks == 1:
-        return None
-    size = received(sum(sent.sizes), ranks)
-    return Block(STAGING, rounded(size, device.grain), (size,))
+    return Block(STAGING, whole.total, whole.sizes)
 
 
 def replicated_messages(plan: UnitPlan, grain: int) -> list[Block]:
@@ -354,7 +348,7 @@ def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tup
         ranks: Ranks that share one copy.
     """
     whole = weights.whole * width
-    if device.direct and ranks > 1:
+    if device.copying and ranks > 1:
         return whole, whole
     if weights.dimension:
         return whole, whole

@@ -14,7 +14,6 @@ from fsdptool.memory.simulation.collectives import (
     gradient_block,
     reduction,
     rounded,
-    staging,
     widened,
 )
 from fsdptool.memory.simulation.groups import (
@@ -360,10 +359,7 @@ class Schedule(Unshard):
     def _scatter(self, group: Group, buffers: Reduction) -> None:
         ledger = self.ledger
         ledger.add(buffers.output)
-        received = staging(buffers.input, self.device, group.share.ranks)
-        if received is not None:
-            ledger.add(received)
-            ledger.drop(received)
+        self._exchange(buffers.input, group.share.ranks)
         if group.share.ranks == 1 and self.replicate > 1:
             # The factor is set, and where nothing is scattered divides out of place (``foreach_reduce``).
             scaled = Block(REDUCE, buffers.input.total, buffers.input.sizes)

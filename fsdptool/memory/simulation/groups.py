@@ -15,6 +15,7 @@ from fsdptool.memory.simulation.collectives import (
     Reduction,
     UnshardBuffers,
     Weights,
+    backend_copy,
     reduction,
     rounded,
     unshard_buffers,
@@ -188,8 +189,16 @@ class Unshard:
         if cast is not None:
             self.ledger.add(cast)
         self.ledger.add(sizes.gather)
+        self._exchange(sizes.gather, group.share.ranks)
         if cast is not None:
             self.ledger.drop(cast)
+
+    def _exchange(self, whole: Block, ranks: int) -> None:
+        """Run a collective, with what its backend holds until it ends."""
+        if self.device.copying and ranks > 1:
+            copy = backend_copy(whole)
+            self.ledger.add(copy)
+            self.ledger.drop(copy)
 
     def _wait(self, group: Group, training: int) -> None:
         if not group.pending:
@@ -204,8 +213,7 @@ class Unshard:
             self.ledger.drop(previous)
             self._gathered = None
         if sizes.gather is not None:
-            # FSDP lets go at once of what is still under way when it comes to wait (``async_op``).
-            if training == FORWARD and not self.device.direct:
+            if training == FORWARD:
                 self._gathered = sizes.gather
             else:
                 self.ledger.drop(sizes.gather)

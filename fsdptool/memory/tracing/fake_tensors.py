@@ -49,7 +49,6 @@ class Conditions:
         teacher: Forward without gradients only.
         off_step: Forward without gradients as in validation or sampling, on the model that is trained.
         sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
-        staged: Whether the backend of collectives inside the model copies what it sends.
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
@@ -67,7 +66,6 @@ class Conditions:
     master: torch.dtype | None = None
     off_step: RunPhase | None = None
     sharing: int = 1
-    staged: bool = False
     ring: bool = False
     recipe: str = ""
 

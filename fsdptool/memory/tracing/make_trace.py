@@ -69,7 +69,6 @@ def make_trace(
     profile: Profile,
     teacher: ModelSpec | None,
     *,
-    staged: bool = False,
     own_loss: bool = False,
     alike: str = "",
 ) -> Trace:
@@ -83,9 +82,7 @@ def make_trace(
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
     teacher_trace = (
-        _trace_teacher(teacher, recipe, settings, profile, specs, staged, alike)
-        if teacher is not None
-        else None
+        _trace_teacher(teacher, recipe, settings, profile, specs, alike) if teacher is not None else None
     )
 
     base_notes: list[str | None] = []
@@ -97,7 +94,7 @@ def make_trace(
     def make(cut: Cut | None = None, compiler: BlockCompiler | None = None) -> nn.Module:
         # What is said of the base and what is compiled refers to the full depth.
         early = cut if base_notes and compiler is None else None
-        model = trained_model(spec, recipe, settings, plan, early, staged=staged)
+        model = trained_model(spec, recipe, settings, plan, early)
         if not base_notes:
             base_notes.append(describe_base(model))
         if compiler is not None:
@@ -114,7 +111,6 @@ def make_trace(
         uncast=frozenset(p.fqn for p in plan.ignored),
         master=_dtype(plan.master_dtype),
         sharing=settings.mesh.cp,
-        staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )
@@ -221,13 +217,10 @@ def trained_model(
     settings: FsdpSettings,
     plan: UnitPlan,
     cut: Cut | None = None,
-    *,
-    staged: bool = False,
 ) -> nn.Module:
     """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied.
 
-    ``cut`` changes the checkpointed model before the method does, if the method changes models. ``staged``
-    is that of :func:`fsdptool.memory.trace`.
+    ``cut`` changes the checkpointed model before the method does, if the method changes models.
     """
     method = method_of(recipe)
     model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
@@ -237,7 +230,7 @@ def trained_model(
         model.train()
         # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
         sizes = [part.size if part is not None else 1 for part in (plan.tensor, plan.experts)]
-        layers, experts = (TensorGroup(size, staged=staged) for size in sizes)
+        layers, experts = (TensorGroup(size) for size in sizes)
         split(model, plan, replace(layers, experts=experts))
         checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
         return model
@@ -249,7 +242,7 @@ def trained_model(
     # A checkpointed module that the method wrapped: it has to be wrapped first.
     if before == list(recomputed(model)):
         return model
-    return trained_model(spec, recipe, settings, plan, staged=staged)
+    return trained_model(spec, recipe, settings, plan)
 
 
 def _trace_teacher(
@@ -258,7 +251,6 @@ def _trace_teacher(
     settings: FsdpSettings,
     profile: Profile,
     specs: Sequence[TensorSpec],
-    staged: bool,
     alike: str,
 ) -> Trace:
     choice = method_of(recipe).teacher_choice(recipe)
@@ -281,7 +273,6 @@ def _trace_teacher(
         plan.exact_inputs,
         teacher=True,
         sharing=settings.mesh.cp,
-        staged=staged,
         ring=settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )

@@ -56,9 +56,7 @@ def run_trace(
     materialise(model, mode, conditions)
     # Samples are generated from whole sequences.
     split = conditions.sharing > 1 and conditions.off_step is not RunPhase.SAMPLING
-    context = (
-        Context(conditions.sharing, 0, staged=conditions.staged, ring=conditions.ring) if split else None
-    )
+    context = Context(conditions.sharing, 0, ring=conditions.ring) if split else None
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
     recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()], conditions.profile)

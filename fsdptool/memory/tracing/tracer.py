@@ -29,7 +29,6 @@ def trace(
     *,
     profile: Profile | None = None,
     teacher: ModelSpec | None = None,
-    staged: bool = False,
     worst_routing: bool = False,
     own_loss: bool = False,
     masked: bool = False,
@@ -44,8 +43,6 @@ def trace(
         settings: Precision and checkpointing as the YAML says.
         profile: Whose kernels to assume; None follows ``settings.use_cpu``.
         teacher: A distillation's teacher; None resolves the recipe's.
-        staged: Whether ranks that share a sequence exchange it over a backend that copies what it sends
-            (``Device.direct`` of ``memory/simulation/collectives.py``).
         worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
         own_loss: Whether the loss is the one that the model's own forward computes from ``labels``.
         masked: Whether masks keep packed documents apart, as in other programs' loops.
@@ -65,7 +62,7 @@ def trace(
 
         teacher = resolve_choice(choice)
     store = Store() if use_cache or refresh else None
-    parts = _parts(spec, recipe, settings, assumed, teacher, staged)
+    parts = _parts(spec, recipe, settings, assumed, teacher)
     if worst_routing:
         parts["worst_routing"] = True
     if own_loss:
@@ -88,9 +85,7 @@ def trace(
         expert_parallel.worst_routing() if worst_routing else nullcontext(),
         under_masks() if masked else nullcontext(),
     ):
-        traced = make_trace(
-            spec, recipe, settings, assumed, teacher, staged=staged, own_loss=own_loss, alike=alike
-        )
+        traced = make_trace(spec, recipe, settings, assumed, teacher, own_loss=own_loss, alike=alike)
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
     return traced
@@ -109,20 +104,19 @@ def _parts(
     settings: FsdpSettings,
     profile: Profile,
     teacher: ModelSpec | None,
-    staged: bool,
 ) -> dict[str, Any]:
     """Return everything a trace depends on."""
     return {
         "model": _model(spec),
         "teacher": _model(teacher) if teacher is not None else None,
-        **traced_configuration(recipe, settings, staged=staged),
+        **traced_configuration(recipe, settings),
         "profile": profile,
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{source_digest(__name__)}",
     }
 
 
-def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool = False) -> dict[str, Any]:
+def traced_configuration(recipe: Recipe, settings: FsdpSettings) -> dict[str, Any]:
     """Return what a trace depends on beside the model: nothing that changes without changing it."""
     sharding = recipe.sharding
     parts: dict[str, Any] = {
@@ -141,8 +135,8 @@ def traced_configuration(recipe: Recipe, settings: FsdpSettings, *, staged: bool
         "precision": settings.mixed_precision,
         "ignored": settings.ignored_modules,
         "tensor": [settings.mesh.tp, sharding.expert_parallel],
-        "sequence": [sharding.sequence_parallel, staged] if sharding.sequence_parallel else None,
-        "context": [settings.mesh.cp, settings.cp_comm_strategy, staged] if settings.mesh.cp > 1 else None,
+        "sequence": sharding.sequence_parallel,
+        "context": [settings.mesh.cp, settings.cp_comm_strategy] if settings.mesh.cp > 1 else None,
     }
     wrapping = [settings.wrap_policy, list(settings.wrap_classes), settings.min_num_params]
     if sharding.compile:
