@@ -1,0 +1,241 @@
+"""Plant faults in the product, one at a time, and see whether the tests of their package notice.
+
+A fault is an operator, a constant or a condition that is changed. The same seed plants the same faults. Each
+is planted in a copy of the checkout, never in the checkout itself; first the test files run that import the
+module, then the other files of the package's folder. A fault that no test notices is one for which a test is
+missing, or one that changes nothing that can be observed.
+
+Usage: python benchmarks/tests/mutate.py --count 60 --output benchmarks/results/mutation.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("memory", "config", "planning", "distributed", "training")
+FOLDERS = {"distributed": "training"}
+"""Folders of tests whose name is not the package's."""
+TIMEOUT = 900
+
+_OPERATORS: dict[type[ast.AST], type[Any]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a fault is planted: a part of a module, what it says and what replaces it."""
+
+    module: str
+    line: int
+    original: str
+    planted: str
+    start: int
+    end: int
+
+
+def planted(node: ast.AST) -> ast.AST | None:
+    """Return what replaces a node, or None for a node that stays."""
+    changed: Any = copy.deepcopy(node)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+        changed.ops = [_OPERATORS[type(node.ops[0])]()]
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _OPERATORS:
+        if any(isinstance(part, ast.JoinedStr) or _is_text(part) for part in ast.walk(node)):
+            return None  # texts that are put together
+        changed.op = _OPERATORS[type(node.op)]()
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        changed.value = not node.value
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        changed.value = node.value + 1
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        changed = changed.operand
+    else:
+        return None
+    return changed  # type: ignore[no-any-return]
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def code(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of functions that run: no annotations, no formatted texts, no raised messages."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(node, ast.JoinedStr | ast.Raise):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield child
+                yield from code(child)
+
+
+def faults(path: Path) -> Iterator[Fault]:
+    """Yield every fault that a module offers."""
+    text = path.read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in code(function):
+            changed = planted(node)
+            if changed is None or not isinstance(node, ast.expr) or node.end_lineno is None:
+                continue
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + (node.end_col_offset or 0)
+            new = f"({ast.unparse(changed)})"
+            module = path.relative_to(ROOT).as_posix()
+            yield Fault(module, node.lineno, ast.unparse(node), new, first, last)
+
+
+def choose(count: int, seed: int) -> list[Fault]:
+    """Return faults, as many of each package as of the others."""
+    chooser = random.Random(seed)
+    chosen = []
+    for number, package in enumerate(PACKAGES):
+        paths = sorted((ROOT / "fsdptool" / package).rglob("*.py"))
+        every = sorted({fault for path in paths for fault in faults(path)}, key=lambda f: (f.module, f.start))
+        share = count // len(PACKAGES) + (number < count % len(PACKAGES))
+        chosen += chooser.sample(every, share)
+    return chosen
+
+
+def imported_by(path: Path, helpers: dict[str, Path]) -> set[str]:
+    """Return the dotted names that a test file imports, also through other files of the tests."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for name in found & helpers.keys():
+        if helpers[name] != path:
+            found = found | imported_by(helpers[name], {})
+    return found
+
+
+def tests_of(fault: Fault) -> tuple[list[str], list[str]]:
+    """Return the test files that import the module of a fault, and the other ones of its package's folder."""
+    dotted = fault.module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    package = dotted.split(".")[1]
+    tests = ROOT / "tests"
+    helpers = {path.stem: path for path in tests.rglob("*.py") if not path.stem.startswith(("test_", "conf"))}
+    files = sorted(tests.rglob("test_*.py"), key=lambda path: path.stat().st_size)
+    near = [path for path in files if dotted in imported_by(path, helpers)]
+    folder = tests / FOLDERS.get(package, package)
+    others = [path for path in files if path.parent == folder and path not in near]
+    names = [[path.relative_to(ROOT).as_posix() for path in group] for group in (near, others)]
+    return names[0], names[1]
+
+
+def judge(fault: Fault, folder: Path, marks: str) -> str:
+    """Plant a fault in a copy of the checkout; return the test that notices it, or an empty text."""
+    path = folder / fault.module
+    whole = path.read_bytes()
+    path.write_bytes(whole[: fault.start] + fault.planted.encode() + whole[fault.end :])
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'plugins'}"}
+    try:
+        for files in tests_of(fault):
+            if not files:
+                continue
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                marks,
+                *files,
+            ]
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=folder,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return "timeout"
+            if done.returncode not in (0, 5):  # 5: the marks left no test
+                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+                return failed[1] if failed else f"exit status {done.returncode}"
+        return ""
+    finally:
+        path.write_bytes(whole)
+
+
+def main() -> None:
+    """Plant the faults and write one line of JSON for each, with the test that noticed it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--package", choices=PACKAGES, help="only the faults of one package")
+    parser.add_argument("--marks", default="", help="pytest -m: which tests run, e.g. 'not slow'")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    chosen = [
+        fault
+        for fault in choose(options.count, options.seed)
+        if options.package is None or fault.module.startswith(f"fsdptool/{options.package}/")
+    ]
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        folder = Path(name)
+        archive = folder / "checkout.tar"
+        subprocess.run(["git", "-C", ROOT, "archive", "-o", archive, "HEAD"], check=True)
+        with tarfile.open(archive) as stream:
+            stream.extractall(folder, filter="data")
+        archive.unlink()
+        caught = 0
+        with options.output.open("a", encoding="utf-8") as output:
+            for number, fault in enumerate(chosen, 1):
+                noticed = judge(fault, folder, options.marks)
+                caught += bool(noticed)
+                output.write(json.dumps({**asdict(fault), "noticed_by": noticed}) + "\n")
+                output.flush()
+                print(
+                    f"{number}/{len(chosen)} {fault.module}:{fault.line} {noticed or 'NOT NOTICED'}",
+                    flush=True,
+                )
+        print(f"{caught} of {len(chosen)} noticed")
+
+
+if __name__ == "__main__":
+    main()
