@@ -96,8 +96,8 @@ def forked(body: Callable[[], int], log: Path) -> int:
 
 def write_folder(work: Path, folder: Path) -> int:
     """Prepare a run as ``fsdptool train`` does, and write its folder."""
-    from fsdptool.launch.create import write_run
     from fsdptool.launch.prepare import prepare
+    from fsdptool.launch.start import write_run
 
     prepared = prepare(work / "recipe.yaml", work / "accelerate.yaml", with_prediction=False)
     write_run(folder, prepared, resume=None, number=0, argv=[], force=False)

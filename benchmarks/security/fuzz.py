@@ -709,7 +709,7 @@ def work_through(bench: Bench, cases: Any, seed: int, limit: int, deadline: floa
     sys.stdout.flush()
     # Before the first case: an import that a time limit interrupts leaves half a module.
     import_module("transformers.models.llama.modeling_llama")
-    import_module("fsdptool.training.export.values")
+    import_module("fsdptool.training.export.api")
     work = Path(tempfile.mkdtemp(dir=bench.folder, prefix="cases-"))
     while (case := cases.get()) is not None and time.monotonic() < deadline:
         results.put((os.getpid(), case))

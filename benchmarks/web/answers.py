@@ -28,7 +28,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 from screenshots import FILES, LLAMA, PAGES, add_runs
 
-from fsdptool.launch.queue import Queue
+from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "web"))
 
 from run_folders import make_run
 
-from fsdptool.launch.queue import Queue
+from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.queue import Needs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner

@@ -22,7 +22,7 @@ from fsdptool.cli.options import (
 from fsdptool.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from fsdptool.launch.queue import Queue
+    from fsdptool.launch.queue.entries import Queue
 
 group = typer.Typer(help="Queue runs on this machine; runs that share GPUs run one after another.")
 
@@ -42,7 +42,7 @@ class Direction(StrEnum):
 
 
 def _queue() -> Queue:
-    from fsdptool.launch.queue import Queue
+    from fsdptool.launch.queue.entries import Queue
 
     return Queue()
 
@@ -188,7 +188,7 @@ def run(
     """Start entries as soon as what they need is free. Ctrl-C ends this command; started runs continue."""
     import threading
 
-    from fsdptool.launch.queue_scheduler import Scheduler
+    from fsdptool.launch.queue.scheduler import Scheduler
 
     scheduler = Scheduler(_queue())
     if not scheduler.acquire():

@@ -160,7 +160,7 @@ def _report_run(run: Path, output: Path, *, force: bool) -> int:
     from fsdptool.api.run_lists import view_run
     from fsdptool.records.diagnostic import answer
     from fsdptool.report.page.run import run_page
-    from fsdptool.runs.history import read_history
+    from fsdptool.runs.view import read_history
 
     if output.suffix != ".html":
         raise ConfigError(f"{output}: the page of a run is written as .html", help="choose this suffix")

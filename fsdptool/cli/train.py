@@ -96,7 +96,7 @@ def command(
 
 def _starts_over(folder: Path) -> bool:
     """Ask, where somebody can answer, whether a run starts over that has no checkpoint to continue from."""
-    from fsdptool.launch.create import check_loss
+    from fsdptool.launch.start import check_loss
 
     try:
         check_loss(folder)

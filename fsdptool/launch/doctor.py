@@ -35,7 +35,7 @@ LIBRARIES = (
 )
 _PROBE = "fsdptool.distributed.probe"
 PROBE_SECONDS = 180.0
-_MEASURING = "fsdptool.training.measuring_ranks"
+_MEASURING = "fsdptool.training.measuring"
 MEASURING_SECONDS = 600.0
 """Twice what a busy machine needs; a GPU takes less than two minutes."""
 

@@ -30,8 +30,8 @@ from fsdptool.launch.outcome import Failure, Outcome, failure_of_event
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
-from fsdptool.runs.progress import describe_silence, is_running, is_stopped, read_progress, silent_ranks
 from fsdptool.runs.signals import SIGNALS, signal_name
+from fsdptool.runs.watchdog import describe_silence, is_running, is_stopped, read_progress, silent_ranks
 
 POLL_SECONDS = 0.1
 FAILURE_GRACE_SECONDS = 5.0

@@ -32,8 +32,8 @@ from fsdptool.records.diagnosis import (
 from fsdptool.records.run import RunView
 from fsdptool.runs.events import STARTUP, WorkerPhase, ranks_in, tail_events
 from fsdptool.runs.folder import LOGS, RUN
-from fsdptool.runs.progress import phase_text
 from fsdptool.runs.view import read_view
+from fsdptool.runs.watchdog import phase_text
 
 _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20
 """Bytes of a log that are read: what started it, and how it ended."""

@@ -16,8 +16,8 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, is_folder, read_ends
 from fsdptool.formatting import printable_lines
 from fsdptool.launch.machine import registry_folders
-from fsdptool.launch.queue import Queue
-from fsdptool.launch.queue_state import read_log_lines
+from fsdptool.launch.queue.entries import Queue
+from fsdptool.launch.queue.file import read_log_lines
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.records.run import RunView
 from fsdptool.report.console.diagnosis import divergence_lines
@@ -25,9 +25,8 @@ from fsdptool.report.console.train import memory_text
 from fsdptool.report.page.run import run_parts
 from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY, read_start
-from fsdptool.runs.history import History, StepReader, read_history, read_rank_memory
 from fsdptool.runs.manifest import is_plain_file, list_checkpoints, read_manifest
-from fsdptool.runs.view import lock_holder, read_view
+from fsdptool.runs.view import History, StepReader, lock_holder, read_history, read_rank_memory, read_view
 from fsdptool.web.roots import Roots
 
 SAMPLES = "samples"

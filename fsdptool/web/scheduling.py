@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from fsdptool.errors import FsdptoolError
-from fsdptool.launch.queue import Queue
-from fsdptool.launch.queue_scheduler import COMMAND, Scheduler
+from fsdptool.launch.queue.entries import Queue
+from fsdptool.launch.queue.scheduler import COMMAND, Scheduler
 
 
 class QueueRunner:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.data.chats import ChatTemplate
+from fsdptool.training.data.text.common import ChatTemplate
 from fsdptool.training.data.tokenizer import byte_tokenizer
 
 CORPUS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from desk import Desk
 
-from fsdptool.launch import queue_scheduler
+from fsdptool.launch.queue import scheduler
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     yield seated
     for row in seated.queue.rows():
         if row.stage == "started":
-            queue_scheduler._kill_processes(row)
+            scheduler._kill_processes(row)
     for child in seated.scheduler._children:
         if child.poll() is None:
             child.kill()

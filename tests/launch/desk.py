@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdptool.launch.queue import Queue
-from fsdptool.launch.queue_scheduler import Scheduler
+from fsdptool.launch.queue.entries import Queue
+from fsdptool.launch.queue.scheduler import Scheduler
 from fsdptool.records.queue import EntryState, Needs, QueueEntry
 
 PLAY = (sys.executable, str(Path(__file__).with_name("play_run.py")))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import StorageError
-from fsdptool.launch.queue import Queue
-from fsdptool.launch.queue_scheduler import Scheduler
+from fsdptool.launch.queue.entries import Queue
+from fsdptool.launch.queue.scheduler import Scheduler
 from fsdptool.records.queue import Needs, QueueEntry
 
 PAGE = 4096

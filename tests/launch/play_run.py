@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from fsdptool.launch.create import lock_run
 from fsdptool.launch.machine import register_claim
 from fsdptool.launch.outcome import write_summary
+from fsdptool.launch.start import lock_run
 from fsdptool.records.run import RunStatus, Start, Summary
 from fsdptool.runs.events import EventLog
 from fsdptool.runs.folder import write_start

@@ -24,8 +24,8 @@ from typing import Any
 from fsdptool.errors import ConfigError
 from fsdptool.runs import watchdog
 from fsdptool.runs.events import EventLog, WorkerPhase, event_path, read_lines
-from fsdptool.runs.progress import is_stopped, read_progress
 from fsdptool.runs.signals import SignalFlag
+from fsdptool.runs.watchdog import is_stopped, read_progress
 from fsdptool.training.worker import run_guarded
 
 

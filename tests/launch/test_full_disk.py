@@ -15,7 +15,7 @@ import pytest
 from desk import Desk
 
 from fsdptool.errors import StorageError
-from fsdptool.launch.queue_file import update
+from fsdptool.launch.queue.file import update
 from fsdptool.records.queue import EntryState
 
 SMALL = Path(__file__).with_name("play_full_disk.py")

@@ -21,11 +21,10 @@ from desk import PLAY, Desk
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.launch import queue_file, queue_scheduler, queue_state
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive, start_gated, stop_run
-from fsdptool.launch.queue_file import update
-from fsdptool.launch.queue_needs import find_needs
-from fsdptool.launch.queue_order import find_waits
+from fsdptool.launch.queue import file, scheduler
+from fsdptool.launch.queue.file import update
+from fsdptool.launch.queue.needs import find_needs, find_waits
 from fsdptool.records.queue import EntryState, Needs, Wait
 from fsdptool.records.schema import generate
 from fsdptool.runs.events import event_path, read_lines
@@ -34,8 +33,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SERVER = """\
 import sys, threading
-from fsdptool.launch.queue import Queue
-from fsdptool.launch.queue_scheduler import Scheduler
+from fsdptool.launch.queue.entries import Queue
+from fsdptool.launch.queue.scheduler import Scheduler
 Scheduler(Queue(), command=sys.argv[1:]).run(threading.Event())
 """
 
@@ -146,7 +145,7 @@ def test_a_run_whose_log_cannot_be_written_is_not_started_for_ever(
 ) -> None:
     monkeypatch.setattr(desk.queue, "log_path", lambda entry: Path("/dev/null"))
     entry = desk.add("refused", "refuse")
-    assert desk.until(entry, EntryState.DEAD).message == queue_state.NO_MESSAGE
+    assert desk.until(entry, EntryState.DEAD).message == file.NO_MESSAGE
     assert not desk.scheduler.tick()
 
 
@@ -189,7 +188,7 @@ def test_stop_saves_and_resume_joins_the_queue_in_the_same_folder(desk: Desk) ->
 
 
 def test_a_run_that_ignores_a_kill_is_killed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_scheduler, "_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler, "_KILL_SECONDS", 0.0)
     entry = desk.add("deaf", "deaf")
     desk.until(entry, EntryState.RUNNING)
     assert desk.queue.kill(entry)
@@ -272,7 +271,7 @@ def broken(act: Callable[[], object]) -> str:
 def test_a_locked_or_full_or_foreign_database_gives_one_line(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_file, "_BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(file, "_BUSY_SECONDS", 0.1)
     entry = desk.add("a")
     with sqlite3.connect(desk.queue.file.path) as other:
         other.execute("BEGIN EXCLUSIVE")

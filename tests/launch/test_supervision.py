@@ -19,8 +19,8 @@ from fsdptool.launch.command import LaunchCommand
 from fsdptool.launch.outcome import Outcome
 from fsdptool.launch.supervise import Supervisor
 from fsdptool.runs.events import event_path, read_lines
-from fsdptool.runs.progress import is_running
 from fsdptool.runs.signals import handle_stop_signals
+from fsdptool.runs.watchdog import is_running
 
 PLAY = Path(__file__).with_name("play_workers.py")
 

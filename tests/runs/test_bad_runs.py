@@ -13,8 +13,8 @@ from real_runs import CONFIG, RECIPE, Work
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
-from fsdptool.launch.create import check_folder, lock_run
 from fsdptool.launch.prepare import Prepared, prepare
+from fsdptool.launch.start import check_folder, lock_run
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from fsdptool.runs import diagnose as module
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
 from fsdptool.runs.events import EventLog, WorkerPhase
 from fsdptool.runs.folder import write_start
-from fsdptool.runs.progress import ProgressFile
+from fsdptool.runs.watchdog import ProgressFile
 
 TIMEOUT = (
     "[rank{0}]:[E1122 06:40:00.504 ProcessGroupNCCL.cpp:689] [Rank {0}] Watchdog caught collective operation"

@@ -15,8 +15,8 @@ from real_runs import CONFIG, MODEL
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
+from fsdptool.launch.start import write_run
 from fsdptool.runs.events import read_lines
 from fsdptool.runs.manifest import list_checkpoints
 from fsdptool.training.export.api import export_run

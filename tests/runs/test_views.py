@@ -24,9 +24,8 @@ from fsdptool.report.console.runs import sparkline
 from fsdptool.report.page.run import axis_ticks
 from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
-from fsdptool.runs.progress import ProgressFile, read_progress, silent_ranks
 from fsdptool.runs.view import read_view
-from fsdptool.runs.watchdog import waits_for_others
+from fsdptool.runs.watchdog import ProgressFile, read_progress, silent_ranks, waits_for_others
 
 NAME = "</title>[red]\x1b[31m"
 

@@ -18,7 +18,7 @@ from fsdptool.cli.options import show_progress
 from fsdptool.records.recipe import Data
 from fsdptool.runs import work
 from fsdptool.runs.work import Countdown, LongWork, left_text, listening
-from fsdptool.training.data.tokenise import tokenised
+from fsdptool.training.data.language import tokenised
 from fsdptool.training.data.tokenizer import Encoder, byte_tokenizer
 
 

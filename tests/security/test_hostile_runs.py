@@ -24,8 +24,8 @@ from fsdptool.records.diagnostic import envelope
 from fsdptool.records.run import RankProgress
 from fsdptool.runs.events import EventLog, Follower, event_path, read_lines
 from fsdptool.runs.folder import write_text
-from fsdptool.runs.history import StepReader, read_history
-from fsdptool.runs.progress import ProgressFile, progress_path
+from fsdptool.runs.view import StepReader, read_history
+from fsdptool.runs.watchdog import ProgressFile, progress_path
 
 NOW = 1_700_000_000.0
 FILES = (

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdptool.launch.create import write_run
 from fsdptool.launch.prepare import prepare
+from fsdptool.launch.start import write_run
 from fsdptool.records.recipe import Recipe
 from fsdptool.runs.events import EventLog
 from fsdptool.runs.signals import SignalFlag

@@ -21,8 +21,7 @@ from fsdptool.modeling.methods.lora import base_name, is_adapter
 from fsdptool.records.recipe import Lora, ModelChoice, Recipe
 from fsdptool.runs.manifest import list_checkpoints
 from fsdptool.source import adapted, resolve
-from fsdptool.training.export.api import export_run
-from fsdptool.training.export.values import open_saved
+from fsdptool.training.export.api import export_run, open_saved
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 

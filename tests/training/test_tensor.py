@@ -19,7 +19,7 @@ from fsdptool.memory import footprint, trace
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Optimizer, Sharding
 from fsdptool.runs.manifest import read_manifest
-from fsdptool.training.export.values import Saved
+from fsdptool.training.export.api import Saved
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from run_folders import EVIL, PICTURE, make_run
 from sites import Site
 
 from fsdptool.errors import ConfigError
-from fsdptool.launch.queue import Queue
+from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.queue import EntryState, Needs
 from fsdptool.records.run import Start
 from fsdptool.runs.folder import write_start

@@ -15,7 +15,7 @@ from run_folders import make_run
 from sites import PATIENCE, Server, end_server
 
 from fsdptool.launch.processes import stop_run
-from fsdptool.launch.queue import Queue
+from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.queue import Needs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner

@@ -15,7 +15,7 @@ from fsdptool.records.run import PhaseMemory, RunView
 from fsdptool.report.console.train import Progress
 from fsdptool.report.page.charts import NARROW, in_both_widths
 from fsdptool.report.page.parts import foot, html_table, page
-from fsdptool.runs.history import History
+from fsdptool.runs.view import History
 
 _HEIGHT, _TOP, _BOTTOM = 260, 14, 214
 

@@ -22,7 +22,7 @@ from fsdptool.api.run_lists import list_runs
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import is_file
 from fsdptool.launch.machine import registry_folders
-from fsdptool.launch.queue import Direction
+from fsdptool.launch.queue.entries import Direction
 from fsdptool.records.codec import to_json
 from fsdptool.records.queue import QueueEntry, RunRequest
 from fsdptool.report.console.queue import needs_text, note_text

@@ -1,4 +1,4 @@
-"""Texts with a class each."""
+"""Texts with a class each, and texts with a target text each, for encoder-decoders."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.ragged import Ragged
 from fsdptool.training.data.sources import Source
 from fsdptool.training.data.text.common import (
+    IGNORED,
     Material,
     TextSamples,
     Wanted,
@@ -111,3 +112,69 @@ def _label_names(name: str, data: Data, source: Source) -> list[str]:
         return sorted(seen, key=int)
     except ValueError:
         return sorted(seen)
+
+
+class SourcesAndTargets(TextSamples):
+    """A column of sources and one of targets."""
+
+    options = ("source_column", "target_column", "prefix")
+
+    def columns(self, tokens: str) -> dict[str, str]:
+        """Return the tokens of source and target."""
+        return {"input_ids": tokens, "labels": tokens}
+
+    def tokenise(
+        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the tokens of one pair after another."""
+        names = [
+            str(data.options.get("source_column", "source")),
+            str(data.options.get("target_column", "target")),
+        ]
+        prefix = str(data.options.get("prefix", ""))
+        for group in groups(source.rows()):
+            sources = [
+                prefix + text_column(row, names[0], source, "data.options.source_column") for row in group
+            ]
+            answers = [text_column(row, names[1], source, "data.options.target_column") for row in group]
+            encoded = zip(
+                encoder.encode(sources, special=False), encoder.encode(answers, special=False), strict=True
+            )
+            for ids, labels in encoded:
+                yield {"input_ids": framed(ids, encoder), "labels": framed(labels, encoder)}
+
+    def samples(self, of: Material) -> Samples:
+        """Return pairs padded to the lengths of the family's batch."""
+        length, target_length = of.wanted["input_ids"].shape[-1], of.wanted["labels"].shape[-1]
+        return Pairs(of.table, of.rows, length=length, target_length=target_length, pad=of.encoder.pad)
+
+
+class Pairs:
+    """Source and target sequences for encoder-decoders, padded to fixed lengths.
+
+    Args:
+        table: Columns ``input_ids`` and ``labels``.
+        rows: The rows used.
+        length, target_length: Tokens of source and target; longer ones are cut, their last token kept.
+        pad: Token that fills the source; the target is filled with -100.
+    """
+
+    def __init__(
+        self, table: Ragged, rows: NDArray[np.int64], *, length: int, target_length: int, pad: int
+    ) -> None:
+        self._table = table
+        self._rows = rows
+        self._length = length
+        self._target_length = target_length
+        self._pad = pad
+        self.digest = digest_of(table.digest, length, target_length, rows.tobytes())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        """Return one pair; ``epoch`` changes nothing."""
+        row = int(self._rows[index])
+        tokens, mask = padded(self._table.row("input_ids", row), self._length, self._pad)
+        labels, _ = padded(self._table.row("labels", row), self._target_length, IGNORED)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}

@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Data
-from fsdptool.training.data.chats import ChatTemplate, problem_with
 from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.ragged import Ragged
 from fsdptool.training.data.sources import Row, Source
 from fsdptool.training.data.text.common import (
     IGNORED,
+    ChatTemplate,
     Material,
     TextSamples,
     column,
     digest_of,
     padded,
+    problem_with,
     start_tokens,
     stop_tokens,
     text_column,

@@ -14,10 +14,17 @@ from pathlib import Path
 from fsdptool.errors import FsdptoolError, StorageError
 from fsdptool.files.text import private_folder
 from fsdptool.launch.processes import is_alive, send_signals, start_gated
-from fsdptool.launch.queue import SCHEDULER_LOCK, Queue
-from fsdptool.launch.queue_file import Row, read_row, update
-from fsdptool.launch.queue_order import find_waits
-from fsdptool.launch.queue_state import NO_MESSAGE, Standing, live_workers, read_standing
+from fsdptool.launch.queue.entries import SCHEDULER_LOCK, Queue
+from fsdptool.launch.queue.file import (
+    NO_MESSAGE,
+    Row,
+    Standing,
+    live_workers,
+    read_row,
+    read_standing,
+    update,
+)
+from fsdptool.launch.queue.needs import find_waits
 from fsdptool.records.queue import EntryState, Needs
 
 POLL_SECONDS = 1.0

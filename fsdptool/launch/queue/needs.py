@@ -1,17 +1,20 @@
-"""What a run in the queue needs on this machine, and how another start of it is requested."""
+"""What a run in the queue needs on this machine, and what it waits for.
+
+Runs whose needs overlap never run together, and their order is kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fsdptool.distributed.devices import local_ids, uuids_of
 from fsdptool.errors import ConfigError
-from fsdptool.launch.create import check_loss
 from fsdptool.launch.machine import gpu_set, requested_gpus
 from fsdptool.launch.prepare import choose_device, count_processes
-from fsdptool.records.queue import Needs
+from fsdptool.launch.start import check_loss
+from fsdptool.records.queue import Needs, Wait
 from fsdptool.runs.folder import LOCK, RUN
 from fsdptool.runs.view import is_locked
 
@@ -84,3 +87,55 @@ def options_of_another_start(options: Sequence[str]) -> tuple[str, ...]:
         elif item not in ("--force", "--start-over") and not item.startswith("--resume="):
             kept.append(item)
     return tuple(kept)
+
+
+def conflict(needs: Needs, other: Needs, *, queued: bool) -> Wait | None:
+    """Return why a run cannot start next to another one because of its folder or its GPUs, or None.
+
+    Args:
+        needs: What the run needs.
+        other: What the other one occupies.
+        queued: Whether the other one waits itself.
+    """
+    if needs.folder == other.folder:
+        return Wait("folder", (), other.folder, queued)
+    if shared := sorted(needs.gpus & other.gpus):
+        return Wait("gpus", tuple(shared), other.folder, queued)
+    return None
+
+
+def find_waits(waiting: Sequence[Needs], occupied: Iterable[Needs], slots: int) -> tuple[Wait | None, ...]:
+    """Return for every waiting run why it cannot start now, or None if it can.
+
+    A run also waits for an earlier one that needs the same GPUs, folder or process slots and cannot start.
+    Otherwise small runs would overtake a large one for ever. A run on the CPU that needs more slots than
+    the machine has starts when no other one uses any.
+
+    Args:
+        waiting: The runs in the order in which they should start.
+        occupied: What live runs occupy.
+        slots: Process slots of the machine.
+    """
+    taken = list(occupied)
+    blocked: list[Needs] = []
+    waits: list[Wait | None] = []
+    for needs in waiting:
+        wait = _find_wait(needs, taken, blocked, slots)
+        waits.append(wait)
+        (taken if wait is None else blocked).append(needs)
+    return tuple(waits)
+
+
+def _find_wait(needs: Needs, taken: Sequence[Needs], blocked: Sequence[Needs], slots: int) -> Wait | None:
+    for others, queued in ((taken, False), (blocked, True)):
+        for other in others:
+            if wait := conflict(needs, other, queued=queued):
+                return wait
+    if not needs.slots:
+        return None
+    users = [other for other in taken if other.slots]
+    if users and sum(other.slots for other in users) + needs.slots > slots:
+        return Wait("slots", (), users[0].folder, False)
+    if earlier := next((other for other in blocked if other.slots), None):
+        return Wait("slots", (), earlier.folder, True)
+    return None

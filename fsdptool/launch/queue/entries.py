@@ -1,7 +1,7 @@
-"""The queue of runs on this machine: entries join, move, are held and cancelled; runs are stopped.
+"""The entries of the queue: they join, move, are held and cancelled; their runs are stopped.
 
-Programs that show the queue and programs that start its entries (``launch/queue_scheduler.py``) share
-one file. A run is a process of its own that outlives all of them.
+Programs that show the queue and programs that start its entries (``launch/queue/scheduler.py``) share one
+file. A run is a process of its own that outlives all of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from fsdptool.errors import ConfigError
 from fsdptool.launch.command import available_cores
 from fsdptool.launch.machine import live_claims
 from fsdptool.launch.processes import is_alive, send_signals
-from fsdptool.launch.queue_file import QueueFile, Row, queue_folder, read_row, update
-from fsdptool.launch.queue_needs import check_run_folder, find_needs, options_of_another_start
-from fsdptool.launch.queue_order import find_waits
-from fsdptool.launch.queue_state import Standing, live_workers, read_standing
+from fsdptool.launch.queue.file import (
+    QueueFile,
+    Row,
+    Standing,
+    live_workers,
+    queue_folder,
+    read_row,
+    read_standing,
+    update,
+)
+from fsdptool.launch.queue.needs import check_run_folder, find_needs, find_waits, options_of_another_start
 from fsdptool.records.queue import EntryState, Needs, QueueEntry, QueueReport, RunRequest
 from fsdptool.runs.folder import LOCK, RUN
 from fsdptool.runs.view import is_locked, lock_holder
@@ -37,7 +44,7 @@ class Queue:
     """The queue in a folder.
 
     Args:
-        folder: The folder; :func:`~fsdptool.launch.queue_file.queue_folder` by default.
+        folder: The folder; :func:`~fsdptool.launch.queue.file.queue_folder` by default.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -67,7 +74,7 @@ class Queue:
             config: The accelerate YAML, or another dialect.
             output: The run folder; None is ``runs/RECIPE``.
             options: Further options of ``fsdptool train``, as they are typed.
-            needs: What the run needs, as ``queue_needs.find_needs`` returns it; None finds it now.
+            needs: What the run needs, as ``needs.find_needs`` returns it; None finds it now.
             visible: GPUs of the run as ``CUDA_VISIBLE_DEVICES`` names them, if the configuration does not.
             held: Whether it waits until it is released.
             first: Whether it starts before those that wait already.
