@@ -147,11 +147,9 @@ def _gpus(incomplete: str) -> Iterator[str]:
 
 
 def _objectives(incomplete: str) -> Iterable[str]:
-    from fsdptool.families.objectives import TRANSFORMERS, Epsilon, FlowMatching, VPrediction
     from fsdptool.families.registry import load_registry
 
-    defaults = (family.default_objective for family in load_registry().all())
-    return sorted({*TRANSFORMERS, *(item.name for item in (Epsilon, FlowMatching, VPrediction)), *defaults})
+    return sorted({name for family in load_registry().all() for name in family.objectives()})
 
 
 def _codes(incomplete: str) -> Iterator[str]:

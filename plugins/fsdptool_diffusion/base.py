@@ -1,16 +1,21 @@
-"""What the denoisers' families share: latents, noise, time and conditions of a micro-batch."""
+"""Base classes of families whose models diffusers makes, and what a micro-batch of a denoiser holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.errors import ConfigError
-from fsdptool.families.bases import DiffusersFamily
+from fsdptool.errors import ConfigError, ModelError
+from fsdptool.families.bases import CatalogueFamily
 from fsdptool.families.bases.batches import SOURCES, stacked, time
+from fsdptool.families.bases.families import load_class, plain
+from fsdptool.families.bases.libraries import one_line, quiet
 from fsdptool.families.objectives.common import unwrapped
-from fsdptool.families.protocol import TensorSpec
+from fsdptool.families.protocol import Objective, TensorSpec
+from fsdptool_diffusion.objectives import Epsilon, FlowMatching, VPrediction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,6 +45,93 @@ class Geometry:
     width: int = 1024
     frames: int = 1
     rate: float = 0.0
+
+
+class DiffusersFamily(CatalogueFamily):
+    """Builds through ``from_config`` on whatever device is current."""
+
+    library = "diffusers"
+    default_objective = "flow_matching"
+
+    def model_class(self, config: Mapping[str, Any]) -> str:
+        """Return the configuration's ``_class_name``.
+
+        Raises:
+            ModelError: It has none.
+        """
+        name = config.get("_class_name")
+        if isinstance(name, str) and name:
+            return name
+        raise ModelError(
+            "the configuration has no _class_name", help="set _class_name to the diffusers class of the model"
+        )
+
+    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
+        """Return the configuration with the defaults of its class's constructor filled in."""
+        parameters = signature(load_class(self.library, model_class).__init__).parameters.values()
+        defaults = {item.name: item.default for item in parameters if item.default is not Parameter.empty}
+        return {**{key: plain(value) for key, value in defaults.items()}, **config}
+
+    def build(
+        self,
+        config: Mapping[str, Any],
+        *,
+        model_class: str,
+        dtype: str = "float32",
+        attention: str | None = None,
+        folder: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> nn.Module:
+        """Build the denoiser on the current device, in training mode.
+
+        diffusers attends through torch's SDPA unless told otherwise; ``eager`` does not exist there.
+
+        Raises:
+            ModelError: The configuration cannot be built; the message is one line.
+        """
+        import torch
+
+        cls = load_class(self.library, model_class)
+        raw = {key: value for key, value in config.items() if not key.startswith("_")}
+        try:
+            # `source` reports unknown keys, with the nearest known one.
+            with quiet("diffusers"):
+                model = cls.from_config(raw)
+        except Exception as error:
+            raise ModelError(f"{model_class}: {one_line(error)}") from error
+        # Past diffusers' own ``to``: it warns of modules it would rather keep in fp32, which one
+        # dtype per FSDP unit does not allow (torch 2.13, ``_init_mp_dtypes``).
+        built: nn.Module = torch.nn.Module.to(model, getattr(torch, dtype))
+        return built.train()
+
+    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return the denoiser's inputs for the recipe's sizes.
+
+        Raises:
+            ModelError: No inputs are known for the class.
+        """
+        raise ModelError(
+            f"the inputs of {self.model_class(config)} are not known",
+            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
+        )
+
+    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Call the denoiser and return its raw prediction, in the latents' shape.
+
+        Raises:
+            ModelError: How to call the class is not known.
+        """
+        raise ModelError(
+            f"how to call {type(model).__name__} is not known",
+            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
+        )
+
+    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
+        """Return flow matching, noise and velocity prediction."""
+        return {
+            objective.name: partial(objective, denoise=self.denoise)
+            for objective in (FlowMatching, Epsilon, VPrediction)
+        }
 
 
 class Denoiser(DiffusersFamily):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.common import require
-from fsdptool.families.objectives.diffusion import FlowMatching
 from fsdptool.families.objectives.features import squared_error
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, one_sample, settings
+from fsdptool_diffusion.objectives import FlowMatching
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

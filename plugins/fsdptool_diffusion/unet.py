@@ -8,11 +8,10 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.families import DiffusersFamily
-from fsdptool.families.objectives.diffusion import Edm, Epsilon
 from fsdptool.families.objectives.features import Reconstruction
 from fsdptool.families.protocol import Objective, TensorSpec
-from fsdptool_diffusion.base import TRAIN_STEPS, Denoiser, Geometry, floats
+from fsdptool_diffusion.base import TRAIN_STEPS, Denoiser, DiffusersFamily, Geometry, floats
+from fsdptool_diffusion.objectives import Edm, Epsilon
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

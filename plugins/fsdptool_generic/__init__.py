@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.families.bases import DiffusersFamily, TransformersFamily
+from fsdptool_diffusion.base import DiffusersFamily
+
+from fsdptool.families.bases import TransformersFamily
 from fsdptool.families.protocol import Family, Flavour, LoraTargets, Match, Objective, TensorSpec
 
 if TYPE_CHECKING:

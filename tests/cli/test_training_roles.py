@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsdptool_diffusion.objectives import FlowMatching
 
 from fsdptool.api.starter import look_at, prepare_starter
 from fsdptool.cli.app import run
 from fsdptool.config.recipe import read_recipe
 from fsdptool.errors import ConfigError
-from fsdptool.families.objectives import TRANSFORMERS, FlowMatching
+from fsdptool.families.objectives import TRANSFORMERS
 from fsdptool.families.protocol import Objective
 from fsdptool.launch.start import StartOptions, open_run
 from fsdptool.planning.plan import chosen_candidate, make_plan

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdptool_diffusion.objectives import Epsilon
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptool.families.objectives.diffusion import Epsilon
 from fsdptool.modeling.expert_parallel import _counted
 from fsdptool.modeling.methods import quantised_formats
 

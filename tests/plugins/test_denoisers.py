@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from fsdptool_diffusion.objectives import Epsilon
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.objectives import Epsilon
 from fsdptool.families.registry import load_registry
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.testing.families import small_batch, small_model, small_spec

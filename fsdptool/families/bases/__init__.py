@@ -1,11 +1,10 @@
-"""Base classes for families made of transformers or diffusers models (docs/how-to/add-a-family.md)."""
+"""Base classes for families made of data, and of transformers models (docs/how-to/add-a-family.md)."""
 
 from fsdptool.families.bases.catalogue import CatalogueFamily, FamilyCard, read_cards, read_flavours
-from fsdptool.families.bases.families import DiffusersFamily, TransformersFamily
+from fsdptool.families.bases.families import TransformersFamily
 
 __all__ = [
     "CatalogueFamily",
-    "DiffusersFamily",
     "FamilyCard",
     "TransformersFamily",
     "read_cards",

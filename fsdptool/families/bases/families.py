@@ -1,4 +1,4 @@
-"""Base classes of families whose models transformers or diffusers makes."""
+"""The base class of families whose models transformers makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from copy import copy
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, ModelError
@@ -18,99 +17,10 @@ from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool.spelling import nearest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Recipe
-
-
-class DiffusersFamily(CatalogueFamily):
-    """Builds through ``from_config`` on whatever device is current."""
-
-    library = "diffusers"
-    default_objective = "flow_matching"
-
-    def model_class(self, config: Mapping[str, Any]) -> str:
-        """Return the configuration's ``_class_name``.
-
-        Raises:
-            ModelError: It has none.
-        """
-        name = config.get("_class_name")
-        if isinstance(name, str) and name:
-            return name
-        raise ModelError(
-            "the configuration has no _class_name", help="set _class_name to the diffusers class of the model"
-        )
-
-    def complete(self, config: Mapping[str, Any], model_class: str) -> dict[str, Any]:
-        """Return the configuration with the defaults of its class's constructor filled in."""
-        parameters = signature(load_class(self.library, model_class).__init__).parameters.values()
-        defaults = {item.name: item.default for item in parameters if item.default is not Parameter.empty}
-        return {**{key: plain(value) for key, value in defaults.items()}, **config}
-
-    def build(
-        self,
-        config: Mapping[str, Any],
-        *,
-        model_class: str,
-        dtype: str = "float32",
-        attention: str | None = None,
-        folder: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> nn.Module:
-        """Build the denoiser on the current device, in training mode.
-
-        diffusers attends through torch's SDPA unless told otherwise; ``eager`` does not exist there.
-
-        Raises:
-            ModelError: The configuration cannot be built; the message is one line.
-        """
-        import torch
-
-        cls = load_class(self.library, model_class)
-        raw = {key: value for key, value in config.items() if not key.startswith("_")}
-        try:
-            # Unknown keys are reported by the source room, with the nearest known one.
-            with quiet("diffusers"):
-                model = cls.from_config(raw)
-        except Exception as error:
-            raise ModelError(f"{model_class}: {one_line(error)}") from error
-        # Past diffusers' own ``to``: it warns of modules it would rather keep in fp32, which one
-        # dtype per FSDP unit does not allow (torch 2.13, ``_init_mp_dtypes``).
-        built: nn.Module = torch.nn.Module.to(model, getattr(torch, dtype))
-        return built.train()
-
-    def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
-        """Return the denoiser's inputs for the recipe's sizes.
-
-        Raises:
-            ModelError: No inputs are known for the class.
-        """
-        raise ModelError(
-            f"the inputs of {self.model_class(config)} are not known",
-            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
-        )
-
-    def denoise(self, model: nn.Module, noisy: Tensor, time: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Call the denoiser and return its raw prediction, in the latents' shape.
-
-        Raises:
-            ModelError: How to call the class is not known.
-        """
-        raise ModelError(
-            f"how to call {type(model).__name__} is not known",
-            help="write a family plugin for the model (docs/how-to/add-a-family.md)",
-        )
-
-    def objectives(self) -> Mapping[str, Callable[..., Objective]]:
-        """Return the library's objectives for denoisers."""
-        from fsdptool.families.objectives import Epsilon, FlowMatching, VPrediction
-
-        return {
-            objective.name: partial(objective, denoise=self.denoise)
-            for objective in (FlowMatching, Epsilon, VPrediction)
-        }
 
 
 def plain(value: Any) -> Any:

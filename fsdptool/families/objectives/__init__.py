@@ -1,10 +1,9 @@
-"""The library of objectives any family may use (docs/reference/objectives.md)."""
+"""The objectives that several families use (docs/reference/objectives.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdptool.families.objectives.diffusion import Epsilon, FlowMatching, VPrediction
 from fsdptool.families.objectives.features import Classification, Contrastive, Features
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
 from fsdptool.families.objectives.module import ModuleLoss
@@ -33,12 +32,9 @@ __all__ = [
     "CausalLM",
     "Classification",
     "Contrastive",
-    "Epsilon",
     "Features",
-    "FlowMatching",
     "MaskedLM",
     "ModuleLoss",
     "Seq2Seq",
     "TokenClassification",
-    "VPrediction",
 ]
