@@ -51,13 +51,15 @@ def rules_page(rules: Iterable[Rule]) -> str:
     """Return ``docs/rules.md``, which ``fsdptool rule --write`` writes."""
     parts = [
         "# Rules\n\n"
-        "Generated from the tables of rules with `fsdptool rule --write docs/rules.md`; `fsdptool rule CODE` "
-        "prints one rule. In an example, the lines with a minus cause the finding; with those that have a "
-        "plus instead, the rule finds nothing. Codes that begin with "
-        "FSD are findings in configuration files: `# fsdptool: ignore[CODE]` at the end of a line silences "
-        "one there, on a separate line in the whole file. DET codes come from commands that "
-        "inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache, RUN from `diagnose`. "
-        "The severities are the usual ones; a finding may have another one for some consumers.\n"
+        "This page is for anyone who meets the code of a finding. It is generated from the tables of rules "
+        "with `fsdptool rule --write docs/rules.md`; `fsdptool rule CODE` prints one rule.\n\n"
+        "Codes that begin with FSD are findings in configuration files. `# fsdptool: ignore[CODE]` at the "
+        "end of a line silences one there, on a separate line in the whole file. DET codes come from "
+        "commands that inspect a model, PLN from `plan`, DOC from `doctor`, CACHE from the cache, RUN from "
+        "`diagnose`.\n\n"
+        "In an example, the lines with a minus cause the finding. With the lines that have a plus instead, "
+        "the rule finds nothing. The severities are the usual ones; a finding may have another one for some "
+        "consumers.\n"
     ]
     for family, members in groupby(rules, key=lambda rule: rule.family):
         parts.append(f"\n## {family}\n")
