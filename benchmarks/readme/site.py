@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {
@@ -30,6 +29,8 @@ ROOT_PAGES = {
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages."""
+    from mkdocs.structure.files import File
+
     for path, text in generated().items():
         files.append(File.generated(config, path, content=text))
     return files

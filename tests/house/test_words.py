@@ -163,22 +163,3 @@ def test_an_idiom_is_noticed(text: str) -> None:
 )
 def test_plain_english_is_left_alone(text: str) -> None:
     assert not idioms(text)
-
-
-def test_every_link_between_pages_leads_somewhere() -> None:
-    broken = []
-    for page in (path for path in PAGES if path.suffix == ".md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            file, _, anchor = target.partition("#")
-            if "://" in file:
-                continue
-            goal = (page.parent / file).resolve() if file else page
-            if not goal.exists() or (anchor and anchor not in anchors(goal)):
-                broken.append(f"{name(page)}: {target}")
-    assert not broken
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as Markdown viewers make them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
