@@ -81,6 +81,7 @@ def _planned(policy: str) -> tuple[int, int, float]:
     )
     candidate = plan.candidates[0]
     assert candidate.device_total_bytes is not None
+    assert candidate.usable_bytes is not None
     assert candidate.step_seconds is not None
     return candidate.device_total_bytes, candidate.usable_bytes, candidate.step_seconds
 
