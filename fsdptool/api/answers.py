@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from fsdptool.errors import FsdptoolError
-from fsdptool.planning.options import Options, as_arguments, options_text, signature
+from fsdptool.options import takes
+from fsdptool.planning.options import Options, as_arguments
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.command_documents import Comparison
 from fsdptool.records.plan import Plan
@@ -147,6 +148,7 @@ class ShownComparison(Comparison):
         return frame("fsdptool compare", self.html(), height=560)
 
 
+@takes(Options, first="reference")
 def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
     """Return the memory of every rank, whether it fits, and which configuration to run.
 
@@ -174,11 +176,6 @@ def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPl
         # Messages are written for the command line.
         advice = as_arguments(error.help) if error.help is not None else None
         raise type(error)(as_arguments(error.message), help=advice, others=error.others) from error.__cause__
-
-
-# What inspect, help() and notebooks show; editors and type checkers read Options itself.
-plan.__signature__ = signature("reference")  # type: ignore[attr-defined]
-plan.__doc__ = f"{plan.__doc__}\n    Options:\n{options_text()}\n"
 
 
 def read_plan(path: str | PathLike[str]) -> ShownPlan:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from fsdptool import spelling
+from fsdptool.api.options import EmissionOptions
 from fsdptool.config.writer import emit_yaml, resolved
 from fsdptool.errors import ConfigError
+from fsdptool.options import takes, with_defaults
 from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.diagnostic import digest, envelope
 from fsdptool.records.mesh import ParallelDims
@@ -89,67 +91,33 @@ class Emission:
 
 
 @suggest_keywords()
-def emit_config(
-    reference: str | None = None,
-    *,
-    plan: str | PathLike[str] | Plan | None = None,
-    candidate: str | None = None,
-    preset: str | None = None,
-    layout: str = "native",
-    wrap: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    precision: str | None = None,
-    cpu: bool = False,
-    tp: int | None = None,
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
-) -> str:
+@takes(EmissionOptions, first="reference")
+def emit_config(reference: str | None = None, /, **options: Unpack[EmissionOptions]) -> str:
     """Return the accelerate YAML for a plan or a model.
 
     Args:
         reference: A model: ``family:flavour``, hub id, folder.
-        plan: A plan instead: the record, or the path of its document.
-        candidate: Candidate of the plan; None: the chosen one.
-        preset: What a model's settings start from; None: ``single-node``.
-        layout: Whose FSDP units: ``native`` or ``accelerate``.
-        wrap, exclude: Wrap classes to use instead of the detected ones, and classes never to wrap.
-        processes, nodes, precision, cpu, tp: Replace what the plan or preset says.
-        revision, component, trust_remote_code: Of a model, as for ``detect``.
+        **options: The options of ``fsdptool emit-config``. ``plan`` may be the record, too.
 
     Raises:
         ConfigError: Neither or both of model and plan are given, the plan has no chosen candidate, or an
             argument is impossible.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
-    return prepare_emission(**locals()).text()
+    if reference is not None:
+        options["reference"] = reference
+    return prepare_emission(options).text()
 
 
-def prepare_emission(
-    reference: str | None = None,
-    *,
-    plan: str | PathLike[str] | Plan | None = None,
-    candidate: str | None = None,
-    preset: str | None = None,
-    layout: str = "native",
-    wrap: Iterable[str] = (),
-    exclude: Iterable[str] = (),
-    processes: int | None = None,
-    nodes: int | None = None,
-    precision: str | None = None,
-    cpu: bool = False,
-    tp: int | None = None,
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
-) -> Emission:
+def prepare_emission(options: EmissionOptions) -> Emission:
     """Return what a plan chose, or a preset's settings for a model; as :func:`emit_config` says."""
+    options = with_defaults(EmissionOptions, options)
+    reference, plan, preset = options["reference"], options["plan"], options["preset"]
+    trust_remote_code = options["trust_remote_code"]
     if reference is not None and plan is not None:
         raise ConfigError("give a model or a plan, not both", help="the plan already names its model")
     if plan is not None:
-        emission = from_plan(plan, candidate=candidate, trust_remote_code=trust_remote_code)
+        emission = from_plan(plan, candidate=options["candidate"], trust_remote_code=trust_remote_code)
     elif reference is None and preset is None:
         advice = "give a model, --plan FILE or --preset NAME"
         raise ConfigError("a model, a plan or a preset is required", help=advice)
@@ -157,13 +125,25 @@ def prepare_emission(
         model = None
         if reference is not None:
             model = ModelChoice(
-                reference, revision=revision, component=component, trust_remote_code=trust_remote_code
+                reference,
+                revision=options["revision"],
+                component=options["component"],
+                trust_remote_code=trust_remote_code,
             )
         emission = from_reference(
-            model, preset=preset, layout=layout, wrap=tuple(wrap), exclude=tuple(exclude)
+            model,
+            preset=preset,
+            layout=options["layout"],
+            wrap=tuple(options["wrap"]),
+            exclude=tuple(options["exclude"]),
         )
     settings = adjust(
-        emission.settings, processes=processes, nodes=nodes, precision=precision, cpu=cpu, tp=tp
+        emission.settings,
+        processes=options["processes"],
+        nodes=options["nodes"],
+        precision=options["precision"],
+        cpu=options["cpu"],
+        tp=options["tp"],
     )
     if settings.mesh.tp > 1 and emission.anatomy is not None and emission.recipe is not None:
         from fsdptool.modeling.units import plan_units

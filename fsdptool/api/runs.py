@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Unpack
 
+from fsdptool.api.options import ExportOptions
 from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.launch.options import StartOptions
+from fsdptool.options import takes, with_defaults
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
@@ -22,26 +25,13 @@ def _ignore(what: object) -> None:
 
 
 @suggest_keywords(on_progress="on_event", no_predict="predict")
+@takes(StartOptions)
 def train(
     recipe: str | PathLike[str],
     config: str | PathLike[str],
     *,
-    output: str | PathLike[str] | None = None,
-    resume: str | None = None,
-    start_over: bool = False,
-    force: bool = False,
-    processes: int | None = None,
-    cpu: bool = False,
-    launcher: Literal["torchrun", "accelerate"] = "torchrun",
-    max_restarts: int = 0,
-    timeout: float = 600.0,
-    grace: int = 600,
-    node_rank: int | None = None,
-    rendezvous: str | None = None,
-    launch_id: str | None = None,
-    predict: bool = True,
-    trust_remote_code: bool = False,
     on_event: OnEvent | None = None,
+    **options: Unpack[StartOptions],
 ) -> Summary:
     """Train a recipe with the processes, mesh and wrapping of a configuration, and wait for the end.
 
@@ -51,22 +41,8 @@ def train(
     Args:
         recipe: The recipe (YAML).
         config: The accelerate YAML, or another dialect.
-        output: Run folder; None is ``runs/RECIPE``.
-        resume: ``auto`` (the newest valid checkpoint) or a checkpoint folder.
-        start_over: Whether ``auto`` starts over if the run has made steps and has no checkpoint.
-        force: Replace an existing run in the folder.
-        processes: Total number of processes; must agree with the configuration.
-        cpu: Train on the CPU, whatever the configuration says.
-        launcher: ``torchrun`` or ``accelerate``.
-        max_restarts: Restarts from the newest valid checkpoint before giving up.
-        timeout: Timeout of a collective, in seconds.
-        grace: Time that workers have to save after a signal, in seconds.
-        node_rank: Rank of this node.
-        rendezvous: ``HOST:PORT`` of node 0, for several nodes.
-        launch_id: The same on all nodes, unique per launch.
-        predict: Predict memory before the run starts.
-        trust_remote_code: Whether the model's own code may run.
         on_event: Called with every event of the workers, for example to show progress.
+        **options: The options of ``fsdptool train``.
 
     Returns:
         The summary of the run, completed or stopped. Its folder holds everything else.
@@ -75,9 +51,8 @@ def train(
         FsdptoolError: A mistake in the inputs, in one line.
         WorkerError: The run failed; the message names the rank. ``summary.json`` is written before.
     """
-    from fsdptool.launch.start import StartOptions, open_run
+    from fsdptool.launch.start import open_run
 
-    options = StartOptions.of({**locals(), "output": Path(output) if output is not None else None})
     with open_run(Path(recipe), Path(config), options) as ready:
         outcome = ready.supervise(on_event or _ignore)
         summary = ready.conclude(outcome).summary
@@ -87,30 +62,18 @@ def train(
 
 
 @suggest_keywords()
+@takes(ExportOptions)
 def export(
     run: str | PathLike[str],
     output: str | PathLike[str] | None = None,
-    *,
-    checkpoint: str | None = None,
-    merge: bool = False,
-    ema: bool = False,
-    dtype: str | None = None,
-    max_shard_size: str | int = "5GB",
-    force: bool = False,
-    trust_remote_code: bool = False,
+    **options: Unpack[ExportOptions],
 ) -> Exported:
     """Write the trained model of a run for transformers, diffusers or peft.
 
     Args:
         run: The run folder.
         output: Folder to write; None is ``RUN/export``.
-        checkpoint: Checkpoint folder; None takes the newest valid one.
-        merge: Merge LoRA adapters into the base.
-        ema: Export the moving average of the weights.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``; None keeps what was trained.
-        max_shard_size: Maximum size of a file: ``5GB``, ``500MB`` or bytes.
-        force: Replace an existing export.
-        trust_remote_code: Whether the model's own code may run.
+        **options: The options of ``fsdptool export``.
 
     Raises:
         ConfigError: There is no usable checkpoint, or the options do not suit the run.
@@ -119,9 +82,10 @@ def export(
     from fsdptool.runs.folder import RUN
     from fsdptool.training.export.api import export_run
 
-    folder = Path(run)
+    folder, options = Path(run), with_defaults(ExportOptions, options)
     if not (folder / RUN).exists():
         raise ConfigError(f"{folder} is not a run folder", help="give the folder that fsdptool train wrote")
+    dtype = options["dtype"]
     if dtype not in (None, "float32", "bfloat16", "float16", "float64"):
         raise ConfigError(
             f"dtype {dtype!r} is not supported", help="choose float32, bfloat16, float16 or float64"
@@ -129,13 +93,13 @@ def export(
     exported = export_run(
         folder,
         Path(output) if output is not None else None,
-        checkpoint=checkpoint,
-        merge=merge,
-        average=ema,
+        checkpoint=options["checkpoint"],
+        merge=options["merge"],
+        average=options["ema"],
         dtype=dtype,  # type: ignore[arg-type]  # one of the four above
-        shard_bytes=shard_size(max_shard_size),
-        force=force,
-        trust_remote_code=trust_remote_code,
+        shard_bytes=shard_size(options["max_shard_size"]),
+        force=options["force"],
+        trust_remote_code=options["trust_remote_code"],
     )
     _note_in_summary(folder, exported.folder)
     return exported

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fsdptool.api.options import EmissionOptions
 from fsdptool.cli.options import (
     Format,
     FormatOption,
-    RevisionOption,
-    TrustOption,
     answer_line,
     check_free,
     print_document,
     say,
+    takes,
     write_file,
 )
 from fsdptool.errors import ConfigError, ExitCode
@@ -26,14 +26,8 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Recipe
 
 
+@takes(EmissionOptions, argument="reference")
 def command(
-    reference: Annotated[
-        str | None, typer.Argument(help="Model: family:flavour, Hugging Face id or folder.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Plan written by `fsdptool plan -o`.")] = None,
-    candidate: Annotated[
-        str | None, typer.Option(help="Candidate of the plan; default: the selected one.")
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
     ] = None,
@@ -46,30 +40,9 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing file; merge without asking.")
     ] = False,
-    preset: Annotated[str | None, typer.Option("--preset", "--from", help="Start from a preset.")] = None,
     list_presets: Annotated[bool, typer.Option("--list-presets", help="List the presets and exit.")] = False,
-    wrap: Annotated[list[str] | None, typer.Option("--wrap", help="Wrap this class (repeatable).")] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Never wrap this class (repeatable).")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", "--gpus", help="Total number of processes.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="Mixed precision: no, fp16, bf16 or fp8.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU.")] = False,
-    tp: Annotated[
-        int | None, typer.Option("--tp", help="Tensor-parallel ranks; a divisor of the number of processes.")
-    ] = None,
-    layout: Annotated[
-        str, typer.Option("--layout", help="FSDP unit layout: native or accelerate.")
-    ] = "native",
-    revision: RevisionOption = None,
-    component: Annotated[str | None, typer.Option(help="Component of a pipeline.")] = None,
-    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
+    **options: Any,
 ) -> int:
     """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
     from fsdptool.api.emit_config import prepare_emission
@@ -78,23 +51,7 @@ def command(
         return _list_presets(format)
     if into is not None and output is not None:
         raise ConfigError("--into and --output cannot be combined", help="use only one of them")
-    emission = prepare_emission(
-        reference,
-        plan=plan,
-        candidate=candidate,
-        preset=preset,
-        layout=layout,
-        wrap=tuple(wrap or ()),
-        exclude=tuple(exclude or ()),
-        revision=revision,
-        component=component,
-        processes=processes,
-        nodes=nodes,
-        precision=precision,
-        cpu=cpu,
-        tp=tp,
-        trust_remote_code=trust_remote_code,
-    )
+    emission = prepare_emission(cast("EmissionOptions", options))
     if recipe_output is not None and emission.recipe is None:
         raise ConfigError(
             "--recipe-output requires --plan", help="a plan contains the recipe that it was made for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import secrets
@@ -20,6 +21,8 @@ import typer
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
+from fsdptool.options import Declared, declared
+from fsdptool.records.annotations import Shape
 from fsdptool.records.diagnostic import Answer
 
 T = TypeVar("T")
@@ -86,6 +89,64 @@ IsolatedOption = Annotated[
 ]
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")]
 ConfigOption = Annotated[Path, typer.Option("--config", help="accelerate YAML, or another dialect.")]
+
+
+_Command = TypeVar("_Command", bound=Callable[..., int])
+
+
+def takes(options: type, *, argument: str = "") -> Callable[[_Command], _Command]:
+    """Give a command with ``**options`` the parameters that a declaration has.
+
+    Args:
+        options: The declaration (:mod:`fsdptool.options`). Options of a plan without a panel are left to
+            Python callers.
+        argument: The option that is given by position.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+        items = declared(options).values()
+        grouped = any(item.option.panel for item in items)
+        shown = [item for item in items if item.option.panel or not grouped or item.name == argument]
+        first = [p for p in own if p.default is p.empty]
+        last = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.default is not p.empty]
+        generated = [_parameter(item, is_argument=item.name == argument) for item in shown]
+        # Typer reads the options from it.
+        command.__signature__ = inspect.Signature([*first, *generated, *last])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def has_pair(item: Declared) -> bool:
+    """Whether an option has a flag for no (``--offload/--no-offload``), so that False says something."""
+    return "/" in item.flags[0]
+
+
+def _parameter(item: Declared, *, is_argument: bool) -> inspect.Parameter:
+    """Return the command's parameter for a declared option."""
+    option, kind = item.option, _type(item)
+    default = option.default
+    if kind is bool and default is None and not has_pair(item):
+        default = False
+    info: Any
+    if is_argument:
+        info = typer.Argument(help=option.text())
+    else:
+        info = typer.Option(*item.flags, help=option.text(), rich_help_panel=option.panel)
+    hint = kind | None if default is None else kind
+    kinds = inspect.Parameter
+    return kinds(item.name, kinds.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def _type(item: Declared) -> Any:
+    """Return how the command line reads an option: a path, a list, or the simplest type it may have."""
+    for kind in item.annotation.kinds:
+        if kind.shape is Shape.LIST:
+            return list[Path] if Path in [inner.type for inner in kind.items[0].kinds] else list[str]
+        if kind.shape is Shape.MAPPING:
+            return list[str]
+    return next(kind for kind in (Path, str, float, int, bool) if kind in item.types)
 
 
 def command_line_options(context: typer.Context) -> dict[str, str]:

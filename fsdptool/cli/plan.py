@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -13,16 +12,17 @@ from fsdptool.cli.options import (
     RowFormat,
     check_output,
     command_line_options,
+    has_pair,
     override_values,
     print_document,
     refuse,
     say,
     show_progress,
+    takes,
     write_file,
 )
 from fsdptool.errors import ExitCode
-from fsdptool.planning.options import Declared, Options, declared
-from fsdptool.records.annotations import Shape
+from fsdptool.planning.options import Options, declared
 
 if TYPE_CHECKING:
     from fsdptool.records.plan import Plan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _ANSWER = "Answer"
 
 
+@takes(Options, argument="reference")
 def command(
     context: typer.Context,
     check: Annotated[
@@ -107,7 +108,8 @@ def command(
     from fsdptool.planning.request import read_request
 
     # A flag without its opposite (--max-batch) is left out where it is not given.
-    options = {n: v for n, v in options.items() if v is not None and (v is not False or _pair(n))}
+    off = {name for name, value in options.items() if value is False and not has_pair(declared()[name])}
+    options = {n: v for n, v in options.items() if v is not None and n not in off}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])
     if values:
@@ -117,50 +119,6 @@ def command(
     repeated = repeated_command(context)
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
-
-
-def _pair(name: str) -> bool:
-    """Whether an option has a flag for no (``--offload/--no-offload``), so that False says something."""
-    return "/" in declared()[name].flags[0]
-
-
-def _parameter(item: Declared) -> inspect.Parameter:
-    """Return the command's parameter for a declared option."""
-    option, kind = item.option, _type(item)
-    default = False if kind is bool and not _pair(item.name) else None
-    info: Any
-    if item.name == "reference":
-        info = typer.Argument(help=option.text())
-    else:
-        info = typer.Option(*item.flags, help=option.text(), rich_help_panel=option.panel)
-    hint = kind if default is False else kind | None
-    return inspect.Parameter(
-        item.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[hint, info],
-    )
-
-
-def _type(item: Declared) -> Any:
-    """Return how the command line reads an option: a path, a list, or the simplest type it may have."""
-    for kind in item.annotation.kinds:
-        if kind.shape is Shape.LIST:
-            return list[Path] if Path in [inner.type for inner in kind.items[0].kinds] else list[str]
-        if kind.shape is Shape.MAPPING:
-            return list[str]
-    return next(kind for kind in (Path, str, float, int, bool) if kind in item.types)
-
-
-def _signature() -> inspect.Signature:
-    """Return the command's signature: what the plan's options declare, then what only the command has."""
-    context, *own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-    shown = (item for item in declared().values() if item.option.panel or item.name == "reference")
-    generated = [_parameter(item) for item in shown]
-    return inspect.Signature([context, *generated, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)])
-
-
-command.__signature__ = _signature()  # type: ignore[attr-defined]  # Typer reads the options from it
 
 
 def exit_code(plan: Plan) -> ExitCode:

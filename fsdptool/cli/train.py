@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,13 +14,13 @@ from fsdptool.cli.options import (
     Format,
     FormatOption,
     RecipeArgument,
-    StartOverOption,
-    TrustOption,
     print_document,
     say,
     show_progress,
+    takes,
 )
 from fsdptool.errors import ConfigError
+from fsdptool.launch.options import StartOptions
 
 if TYPE_CHECKING:
     from fsdptool.launch.outcome import Outcome
@@ -29,61 +28,25 @@ if TYPE_CHECKING:
     from fsdptool.report.console.train import Progress
 
 
+@takes(StartOptions)
 def command(
     recipe: RecipeArgument,
     config: ConfigOption,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Run folder; default: runs/RECIPE.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", help="auto (the newest valid checkpoint) or a checkpoint folder."),
-    ] = None,
-    start_over: StartOverOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing run in the folder.")] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print the command line and environment, without starting anything."),
     ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="Total number of processes; must agree with the configuration."),
-    ] = None,
-    cpu: Annotated[
-        bool, typer.Option("--cpu", help="Train on the CPU, whatever the configuration says.")
-    ] = False,
-    launcher: Annotated[
-        str, typer.Option("--launcher", help="Launcher: torchrun or accelerate.")
-    ] = "torchrun",
-    max_restarts: Annotated[
-        int,
-        typer.Option("--max-restarts", help="Restarts from the newest valid checkpoint before giving up."),
-    ] = 0,
-    timeout: Annotated[float, typer.Option("--timeout", help="Timeout of a collective, in seconds.")] = 600.0,
-    grace: Annotated[
-        int, typer.Option("--grace", help="Time that workers have to save after a signal, in seconds.")
-    ] = 600,
-    node_rank: Annotated[int | None, typer.Option("--node-rank", help="Rank of this node.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option("--rendezvous", help="HOST:PORT of node 0, for several nodes.")
-    ] = None,
-    launch_id: Annotated[
-        str | None, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
-    ] = None,
-    predict: Annotated[
-        bool, typer.Option("--predict/--no-predict", help="Predict memory before the run starts.")
-    ] = True,
-    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
+    **given: Any,
 ) -> int:
     """Train RECIPE with the processes, mesh and wrapping of the configuration."""
     from contextlib import ExitStack
 
-    from fsdptool.launch.start import StartOptions, open_run, run_folder
+    from fsdptool.launch.start import open_run, run_folder
 
-    options = StartOptions.of(locals())
-    if resume == "auto" and not (start_over or node_rank):
-        options = replace(options, start_over=_starts_over(run_folder(recipe, output)))
+    options = cast("StartOptions", given)
+    if options["resume"] == "auto" and not (options["start_over"] or options["node_rank"]):
+        options["start_over"] = _starts_over(run_folder(recipe, options["output"]))
     start = open_run(recipe, config, options, dry_run=dry_run)
     with ExitStack() as stack:
         with show_progress():

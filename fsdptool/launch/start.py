@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import private_folder
 from fsdptool.launch.command import LaunchCommand, build_command
 from fsdptool.launch.machine import claim_gpus
+from fsdptool.launch.options import StartOptions
 from fsdptool.launch.prepare import Prepared, place_nodes, prepare
+from fsdptool.options import with_defaults
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Start
 from fsdptool.runs.folder import (
@@ -292,57 +294,15 @@ class Conclusion:
     unwritten: OSError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartOptions:
-    """How a run is started, with the defaults of :func:`fsdptool.train` and ``fsdptool train``.
-
-    Attributes:
-        output: Run folder; None is ``runs/RECIPE``.
-        resume: ``auto`` (the newest valid checkpoint) or a checkpoint folder.
-        start_over: Whether ``auto`` starts over if the run has made steps and has no checkpoint.
-        force: Replace an existing run in the folder.
-        processes: Total number of processes; must agree with the configuration.
-        cpu: Train on the CPU, whatever the configuration says.
-        launcher: ``torchrun`` or ``accelerate``.
-        max_restarts: Restarts from the newest valid checkpoint before giving up.
-        timeout: Timeout of a collective, in seconds.
-        grace: Time that workers have to save after a signal, in seconds.
-        node_rank: Rank of this node.
-        rendezvous: ``HOST:PORT`` of node 0, for several nodes.
-        launch_id: The same on all nodes, unique per launch.
-        predict: Predict memory before the run starts.
-        trust_remote_code: Whether the model's own code may run.
-    """
-
-    output: Path | None = None
-    resume: str | None = None
-    start_over: bool = False
-    force: bool = False
-    processes: int | None = None
-    cpu: bool = False
-    launcher: str = "torchrun"
-    max_restarts: int = 0
-    timeout: float = 600.0
-    grace: int = 600
-    node_rank: int | None = None
-    rendezvous: str | None = None
-    launch_id: str | None = None
-    predict: bool = True
-    trust_remote_code: bool = False
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> StartOptions:
-        """Return the options among the arguments of a function that has all of them."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
-
-
-def run_folder(recipe: Path, output: Path | None) -> Path:
+def run_folder(recipe: Path, output: str | Path | None) -> Path:
     """Return the folder of a run: the requested one, or that of the recipe."""
-    return (output or Path("runs") / recipe.stem).absolute()
+    return (Path("runs") / recipe.stem if output is None else Path(output)).absolute()
 
 
 def _check_folder(folder: Path, options: StartOptions) -> int:
-    return check_folder(folder, resume=options.resume, force=options.force, start_over=options.start_over)
+    return check_folder(
+        folder, resume=options["resume"], force=options["force"], start_over=options["start_over"]
+    )
 
 
 @contextmanager
@@ -364,12 +324,13 @@ def open_run(
     Raises:
         FsdptoolError: A mistake in the inputs, in one line.
     """
-    if options.launcher not in ("torchrun", "accelerate"):
+    options = with_defaults(StartOptions, options)
+    if options["launcher"] not in ("torchrun", "accelerate"):
         raise ConfigError(
-            f"launcher {options.launcher!r} is not supported", help="choose torchrun or accelerate"
+            f"launcher {options['launcher']!r} is not supported", help="choose torchrun or accelerate"
         )
-    folder = run_folder(recipe, options.output)
-    first = not options.node_rank
+    folder = run_folder(recipe, options["output"])
+    first = not options["node_rank"]
     with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
         if first:
             check_unlocked(folder)
@@ -377,19 +338,23 @@ def open_run(
         prepared = prepare(
             recipe,
             config,
-            processes=options.processes,
-            cpu=options.cpu,
-            with_prediction=options.predict and first and not dry_run,
+            processes=options["processes"],
+            cpu=options["cpu"],
+            with_prediction=options["predict"] and first and not dry_run,
             with_data=first and not dry_run,
             dry_run=dry_run,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=options["trust_remote_code"],
         )
         nodes = place_nodes(
-            prepared.settings, options.node_rank, options.rendezvous, options.launch_id, dry_run=dry_run
+            prepared.settings,
+            options["node_rank"],
+            options["rendezvous"],
+            options["launch_id"],
+            dry_run=dry_run,
         )
-        if nodes.count > 1 and options.rendezvous is None and not prepared.settings.main_process_ip:
+        if nodes.count > 1 and options["rendezvous"] is None and not prepared.settings.main_process_ip:
             prepared = replace(prepared, unchecked=(*prepared.unchecked, "rendezvous"))
-        if options.rendezvous is not None:
+        if options["rendezvous"] is not None:
             # The command line gives the rendezvous, so the finding about the file does not apply.
             remaining = tuple(item for item in prepared.diagnostics if item.code != "FSD329")
             prepared = replace(prepared, diagnostics=remaining)
@@ -398,20 +363,20 @@ def open_run(
             prepared.settings,
             processes=prepared.per_machine,
             device=prepared.device,
-            launcher="accelerate" if options.launcher == "accelerate" else "torchrun",
+            launcher="accelerate" if options["launcher"] == "accelerate" else "torchrun",
             nodes=nodes,
-            max_restarts=options.max_restarts,
-            grace_seconds=options.grace,
-            timeout_seconds=options.timeout,
+            max_restarts=options["max_restarts"],
+            grace_seconds=options["grace"],
+            timeout_seconds=options["timeout"],
             config=folder / ACCELERATE,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=options["trust_remote_code"],
         )
-        ready = ReadyRun(folder, prepared, command_line, stops, options.max_restarts, first)
+        ready = ReadyRun(folder, prepared, command_line, stops, options["max_restarts"], first)
         if dry_run:
             yield ready
             return
         if not first:
-            wait_for_run(folder, options.launch_id)
+            wait_for_run(folder, options["launch_id"])
             with claim_gpus(prepared.settings, prepared.device, folder):
                 yield ready
             return
@@ -421,10 +386,10 @@ def open_run(
             write_run(
                 folder,
                 prepared,
-                resume=options.resume,
+                resume=options["resume"],
                 number=number,
                 argv=sys.argv,
-                force=options.force,
-                launch_id=options.launch_id,
+                force=options["force"],
+                launch_id=options["launch_id"],
             )
             yield ready

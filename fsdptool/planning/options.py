@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, cast, get_args
 
 from fsdptool.errors import PlanError
+from fsdptool.options import Declared, Option, is_given
+from fsdptool.options import declared as declared_in
 from fsdptool.planning.option_values import hsdp_shape, one_of, reshard_value
-from fsdptool.records.annotations import (
-    Annotation,
-    annotation_at,
-    bounds_text,
-    permits,
-    read_annotation,
-)
+from fsdptool.records.annotations import bounds_text, permits
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.plan import Assumption, Preference
 from fsdptool.records.plan_details import PipelineSchedule
@@ -26,62 +19,12 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option
 
-Panel = Literal["Model", "Hardware", "Recipe", "Batch", "Sharding", "Answer"]
-
 LOSSES = ("whole", "kept", "chunked", "model")
 """``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time;
 ``model`` what the model's own forward keeps, given ``labels``."""
 
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What an option declares besides its name and type.
-
-    Attributes:
-        help: What it means, without its choices.
-        panel: Where ``--help`` shows it; None leaves it to Python callers.
-        sets: The field it sets, as ``recipe.batch.micro_batch`` or ``settings.cpu_offload``. The choices
-            are those of that field's type.
-        flags: Its spellings on the command line; none: its name with dashes.
-        choices: Its choices where the field has none, or others.
-        value: From the given value to the one the field takes.
-        closes: Search dimensions that keep their value when it is given.
-        minimum: The least it may be where the field allows less, or has no bound.
-    """
-
-    help: str
-    panel: Panel | None = None
-    sets: str = ""
-    flags: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    value: Callable[[Any], Any] | None = None
-    closes: tuple[str, ...] = ()
-    minimum: int | None = None
-
-    def allowed(self) -> tuple[str, ...]:
-        """Return the choices; empty where any value of the type may be given."""
-        return self.choices or (self._field().choices if self.sets else ())
-
-    def bounds(self) -> Mapping[str, Any]:
-        """Return the bounds of a number: the field's, in the words of JSON Schema, or ``minimum``."""
-        if self.minimum is not None:
-            return {"minimum": self.minimum}
-        return self._field().bounds if self.sets else {}
-
-    def _field(self) -> Annotation:
-        root, *path = self.sets.split(".")
-        return annotation_at({"recipe": Recipe, "settings": FsdpSettings}[root], path)
-
-    def text(self) -> str:
-        """Return the help text with the choices."""
-        choices = self.allowed()
-        if not choices:
-            return self.help
-        listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
-        return f"{self.help.removesuffix('.')}: {listed}."
 
 
 class Options(TypedDict, total=False):
@@ -241,54 +184,9 @@ class Options(TypedDict, total=False):
     # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """One option as declared: its name, its annotation as written and as read, and the rest."""
-
-    name: str
-    hint: Any
-    annotation: Annotation
-    option: Option
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Its spellings on the command line."""
-        return self.option.flags or (f"--{self.name.replace('_', '-')}",)
-
-    @property
-    def types(self) -> tuple[Any, ...]:
-        """The classes of what it may be, None left out."""
-        return tuple(kind.type for kind in self.annotation.kinds)
-
-
-@cache
 def declared() -> Mapping[str, Declared]:
     """Return every option of :class:`Options`, in order."""
-    plain, marked = get_type_hints(Options), get_type_hints(Options, include_extras=True)
-    read = {name: read_annotation(hint) for name, hint in marked.items()}
-    return {name: Declared(name, plain[name], item, item.marks[0]) for name, item in read.items()}
-
-
-def signature(first: str) -> inspect.Signature:
-    """Return the signature of a function that takes every option, the first one also by position."""
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(item.name, kinds[item.name != first], default=None, annotation=item.hint)
-            for item in declared().values()
-        ]
-    )
-
-
-def options_text() -> str:
-    """Return a line per option, with its choices, as a docstring lists them."""
-    lines = (f"{item.name}: {item.option.text()}" for item in declared().values())
-    return "\n".join(f"        {line}" for line in lines)
-
-
-def is_given(value: Any) -> bool:
-    """Return whether an option's value says anything: not None, nor an empty list or mapping."""
-    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)
+    return declared_in(Options)
 
 
 def read_options(options: Options) -> Options:

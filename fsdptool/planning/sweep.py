@@ -9,8 +9,9 @@ from itertools import product
 from typing import Any, cast
 
 from fsdptool.errors import PlanError
+from fsdptool.options import Declared
 from fsdptool.planning.offers import describe_offers
-from fsdptool.planning.options import Declared, Options, declared
+from fsdptool.planning.options import Options, declared
 from fsdptool.planning.plan import Progress, chosen_candidate, inspect_model, make_plan
 from fsdptool.planning.request import read_request
 from fsdptool.records.command_documents import Sweep, SweepRow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import pickle
@@ -19,7 +18,8 @@ import typer.main
 import fsdptool
 from fsdptool.cli.app import build_app, run
 from fsdptool.errors import ConfigError, PlanError, StorageError
-from fsdptool.launch.start import StartOptions
+from fsdptool.launch.options import StartOptions
+from fsdptool.options import declared
 from fsdptool.planning.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -63,12 +63,11 @@ def test_a_function_has_the_options_of_its_command(name: str) -> None:
 
 
 def test_train_has_the_defaults_of_its_command() -> None:
-    """Three places list its options: the command, the function, and the record that both fill."""
     commands = typer.main.get_command(build_app("train")).commands  # type: ignore[attr-defined]
-    declared = {parameter.name: parameter.default for parameter in commands["train"].params}
+    defaults = {parameter.name: parameter.default for parameter in commands["train"].params}
     function = inspect.signature(fsdptool.train).parameters
-    for field in dataclasses.fields(StartOptions):
-        assert function[field.name].default == declared[field.name] == field.default, field.name
+    for name, item in declared(StartOptions).items():
+        assert function[name].default == defaults[name] == item.option.default, name
 
 
 @pytest.mark.parametrize(

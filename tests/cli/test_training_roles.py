@@ -20,7 +20,8 @@ from fsdptool.config.recipe import read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives import TRANSFORMERS
 from fsdptool.families.protocol import Objective
-from fsdptool.launch.start import StartOptions, open_run
+from fsdptool.launch.options import StartOptions
+from fsdptool.launch.start import open_run
 from fsdptool.planning.plan import chosen_candidate, make_plan
 from fsdptool.planning.request import Request
 

@@ -11,7 +11,8 @@ from test_rules_against_accelerate import GOOD
 
 from fsdptool.api.validate import expand
 from fsdptool.cli.app import run
-from fsdptool.launch.start import StartOptions, open_run
+from fsdptool.launch.options import StartOptions
+from fsdptool.launch.start import open_run
 
 FSDP1 = GOOD.replace("  fsdp_version: 2\n", "").replace(
     "  fsdp_reshard_after_forward: true\n", "  fsdp_sharding_strategy: FULL_SHARD\n"

@@ -17,6 +17,7 @@ ORDER = (
     "garbage",
     "files",
     "records",
+    "options",
     "cache",
     "families",
     "source",

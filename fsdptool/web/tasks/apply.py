@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def emit(
@@ -29,6 +29,7 @@ def emit(
         stamps: State of the files that are named, so that a changed file is another question.
     """
     from fsdptool.api.emit_config import prepare_emission
+    from fsdptool.api.options import EmissionOptions
     from fsdptool.config.recipe import dump_recipe
     from fsdptool.planning.plan import plan_from, read_plan
     from fsdptool.records.codec import to_json
@@ -40,10 +41,10 @@ def emit(
     elif plan is not None:
         planned = plan_from(plan, where="the plan")
     if planned is None:
-        emission = prepare_emission(**(options or {}))
+        emission = prepare_emission(cast("EmissionOptions", options or {}))
     elif planned.chosen is None and candidate is None:
         return {"unfit": to_json(planned)}
     else:
-        emission = prepare_emission(plan=planned, candidate=candidate)
+        emission = prepare_emission(EmissionOptions(plan=planned, candidate=candidate))
     recipe = dump_recipe(emission.recipe) if planned is not None and emission.recipe is not None else None
     return {"document": emission.document(emission.text(), None), "recipe": recipe}

@@ -18,7 +18,8 @@ def dry_run(
         recipe, config, output, cpu: As ``fsdptool train`` takes them.
         version: State of the files: the answer is out of date when they change.
     """
-    from fsdptool.launch.start import StartOptions, open_run
+    from fsdptool.launch.options import StartOptions
+    from fsdptool.launch.start import open_run
     from fsdptool.records.codec import to_json
 
     progress("checking the recipe, the configuration, the model and the data")

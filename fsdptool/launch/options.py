@@ -1,0 +1,35 @@
+"""How a run is started: the options of ``fsdptool train`` and :func:`fsdptool.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+from fsdptool.options import TRUST, Option
+
+
+class StartOptions(TypedDict, total=False):
+    """Every option of ``train`` but the recipe and the configuration; what is left out has its default."""
+
+    # fmt: off
+    output: Annotated[str | Path | None, Option(
+        "Run folder; default: runs/RECIPE.", flags=("--output", "-o"))]
+    resume: Annotated[str | None, Option("auto (the newest valid checkpoint) or a checkpoint folder.")]
+    start_over: Annotated[bool, Option(
+        "With --resume: start over if the run has no checkpoint, so that its steps are lost.", default=False)]
+    force: Annotated[bool, Option("Replace an existing run in the folder.", default=False)]
+    processes: Annotated[int | None, Option(
+        "Total number of processes; must agree with the configuration.")]
+    cpu: Annotated[bool, Option("Train on the CPU, whatever the configuration says.", default=False)]
+    launcher: Annotated[str, Option("Launcher", choices=("torchrun", "accelerate"), default="torchrun")]
+    max_restarts: Annotated[int, Option(
+        "Restarts from the newest valid checkpoint before giving up.", default=0)]
+    timeout: Annotated[float, Option("Timeout of a collective, in seconds.", default=600.0)]
+    grace: Annotated[int, Option("Time that workers have to save after a signal, in seconds.", default=600)]
+    node_rank: Annotated[int | None, Option("Rank of this node.")]
+    rendezvous: Annotated[str | None, Option("HOST:PORT of node 0, for several nodes.")]
+    launch_id: Annotated[str | None, Option("Launch ID, identical on all nodes, unique per launch.")]
+    predict: Annotated[bool, Option(
+        "Predict memory before the run starts.", flags=("--predict/--no-predict",), default=True)]
+    trust_remote_code: Annotated[bool, TRUST]
+    # fmt: on

@@ -1,0 +1,148 @@
+"""How options are declared once: the command line, the Python function and the forms read one declaration.
+
+A declaration is a ``TypedDict`` of ``Annotated[type, Option(...)]``. A function takes it as
+``**options: Unpack[Declaration]`` and gets its signature and documentation from :func:`takes`; a command gets
+its parameters from ``fsdptool.cli.options.takes``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
+
+from fsdptool.records.annotations import Annotation, annotation_at, read_annotation
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Options = TypeVar("_Options")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What an option declares besides its name and type.
+
+    Attributes:
+        help: What it means, without its choices.
+        panel: The group of options in which ``--help`` shows it.
+        sets: The field of a plan that it sets, as ``recipe.batch.micro_batch`` or ``settings.cpu_offload``.
+            The choices and the bounds are those of that field's type.
+        flags: Its spellings on the command line; none: its name with dashes.
+        choices: Its choices where the field has none, or others.
+        value: From the given value to the one the field takes.
+        closes: Search dimensions that keep their value when it is given.
+        minimum: The least it may be where the field allows less, or has no bound.
+        default: What it is unless given.
+    """
+
+    help: str
+    panel: str | None = None
+    sets: str = ""
+    flags: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    value: Callable[[Any], Any] | None = None
+    closes: tuple[str, ...] = ()
+    minimum: int | None = None
+    default: Any = None
+
+    def allowed(self) -> tuple[str, ...]:
+        """Return the choices; empty where any value of the type may be given."""
+        return self.choices or (self._field().choices if self.sets else ())
+
+    def bounds(self) -> Mapping[str, Any]:
+        """Return the bounds of a number: the field's, in the words of JSON Schema, or ``minimum``."""
+        if self.minimum is not None:
+            return {"minimum": self.minimum}
+        return self._field().bounds if self.sets else {}
+
+    def _field(self) -> Annotation:
+        from fsdptool.records.recipe import Recipe
+        from fsdptool.records.sharding import FsdpSettings
+
+        root, *path = self.sets.split(".")
+        return annotation_at({"recipe": Recipe, "settings": FsdpSettings}[root], path)
+
+    def text(self) -> str:
+        """Return the help text with the choices."""
+        choices = self.allowed()
+        if not choices:
+            return self.help
+        listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+        return f"{self.help.removesuffix('.')}: {listed}."
+
+
+TRUST = Option(
+    "Allow code that comes with the model, or that package.module:Class names, to run.",
+    flags=("--trust-remote-code", "--allow-import"),
+    default=False,
+)
+REVISION = Option("Revision of a Hugging Face id.")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One option as declared: its name, its annotation as written and as read, and the rest."""
+
+    name: str
+    hint: Any
+    annotation: Annotation
+    option: Option
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its spellings on the command line."""
+        return self.option.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The classes of what it may be, None left out."""
+        return tuple(kind.type for kind in self.annotation.kinds)
+
+
+@cache
+def declared(options: Any) -> Mapping[str, Declared]:
+    """Return every option of a declaration, in order."""
+    plain, marked = get_type_hints(options), get_type_hints(options, include_extras=True)
+    read = {name: read_annotation(hint) for name, hint in marked.items()}
+    return {name: Declared(name, plain[name], item, item.marks[0]) for name, item in read.items()}
+
+
+def takes(options: type, *, first: str = "") -> Callable[[_Function], _Function]:
+    """Give a function with ``**options`` the signature and the documentation of a declaration.
+
+    Args:
+        options: The declaration.
+        first: The option that is a parameter of the function as well, to be given by position.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        *own, _ = inspect.signature(function).parameters.values()
+        before = [p for p in own if p.kind is not p.KEYWORD_ONLY and p.name != first]
+        after = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        listed = [
+            inspect.Parameter(
+                item.name, kinds[item.name != first], default=item.option.default, annotation=item.hint
+            )
+            for item in declared(options).values()
+        ]
+        taken: Any = function
+        taken.__signature__ = inspect.Signature([*before, *listed, *after])
+        lines = (f"        {item.name}: {item.option.text()}" for item in declared(options).values())
+        taken.__doc__ = f"{function.__doc__}\n    Options:\n" + "\n".join(lines) + "\n"
+        return function
+
+    return decorate
+
+
+def with_defaults(options: type[_Options], given: _Options) -> _Options:
+    """Return every option of a declaration: as given, else its default."""
+    values = {name: item.option.default for name, item in declared(cast("Any", options)).items()}
+    values |= {name: v for name, v in cast("Mapping[str, Any]", given).items() if is_given(v)}
+    return cast("_Options", values)
+
+
+def is_given(value: Any) -> bool:
+    """Return whether an option's value says anything: not None, nor an empty list or mapping."""
+    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)
