@@ -30,13 +30,11 @@ from screenshots import FILES, LLAMA, PAGES, add_runs
 
 from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.diagnostic import library_versions, tool_version
-from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
-from fsdptool.web.security import Limits, Policy
-from fsdptool.web.server import Address, Interface
-from fsdptool.web.session import Session
+from fsdptool.web.security import Limits, Policy, Session
+from fsdptool.web.server import Address, Interface, build_app
 
 HOST = "127.0.0.1:8400"
 TIMES = 15

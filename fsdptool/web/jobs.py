@@ -48,7 +48,7 @@ class Job:
 
     Attributes:
         id: Digest of the task and its arguments: the same question is the same job.
-        task: ``module:function`` of ``fsdptool.web.tasks``.
+        task: Name of a function in ``fsdptool.web.tasks``.
         arguments: Plain JSON data.
         lasting: Whether it goes on when nobody listens.
         state: Where it stands.
@@ -153,7 +153,7 @@ class Jobs:
         """Return the job for a question, new or known.
 
         Args:
-            task: ``module:function`` of ``fsdptool.web.tasks``.
+            task: Name of a function in ``fsdptool.web.tasks``.
             arguments: Plain JSON data. What the answer depends on besides (the state of a file) belongs
                 in them too.
             group: Whose question it is. A new question of a group overtakes the earlier one, which is

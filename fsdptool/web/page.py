@@ -21,7 +21,7 @@ from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
-from fsdptool.web.session import WRITE_FIELD, WRITE_HEADER, Session
+from fsdptool.web.security import WRITE_FIELD, WRITE_HEADER, Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def submit(shared: Services, question: Question, *, group: str | None) -> Job:
     paths = [str(path) for item in named for path in (item if isinstance(item, list) else [item])]
     stamps = [[path, references.stamp(path)] for path in paths]
     return shared.jobs.submit(
-        "plan:make", {"options": dict(question.resolved), "stamps": stamps}, group=group
+        "make_plan", {"options": dict(question.resolved), "stamps": stamps}, group=group
     )
 
 

@@ -146,8 +146,8 @@ def _reading(task: str, folders: Sequence[str] | None) -> AbstractContextManager
         return nullcontext()
     from huggingface_hub import constants
 
+    from fsdptool.web.references import uploads_folder
     from fsdptool.web.roots import Roots
-    from fsdptool.web.uploads import uploads_folder
 
     return Roots([Path(folder) for folder in folders]).confine(uploads_folder(), Path(constants.HF_HUB_CACHE))
 
@@ -168,13 +168,14 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def load_task(name: str) -> Any:
-    """Return the function ``module:function`` of ``fsdptool.web.tasks``.
+    """Return the function of this name in ``fsdptool.web.tasks``.
 
     It is called with a function that takes texts of progress, and with keyword arguments; it returns plain
     JSON data.
     """
-    module, _, function = name.partition(":")
-    return getattr(import_module(f"fsdptool.web.tasks.{module}"), function)
+    from fsdptool.web import tasks
+
+    return getattr(tasks, name)
 
 
 def main(load: Callable[[], None] = load_libraries, roots: Sequence[str] = ()) -> None:

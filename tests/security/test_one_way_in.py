@@ -54,9 +54,9 @@ OPENED: dict[str, str] = {
     "training/export/adapters.py": "a text that was just made",
     "training/export/api.py:__init__": "the header of a checkpoint that its manifest was compared with",
     "training/precompute/run.py": "shards that this program has just written",
-    "web/app.py": "data of this package",
     "web/jobs.py": "a message of a process that this one started",
     "web/server.py:_open_browser": "a browser, not a file",
+    "web/server.py:style": "data of this package",
     "web/worker.py": "a message of the process that started this one",
 }
 """Where files are opened, or texts parsed, in another way, and why that is safe."""

@@ -15,11 +15,10 @@ pytest.importorskip("python_multipart")
 
 from sites import HOST, PATIENCE, Server, Site, chromium, serving
 
-from fsdptool.web.app import build_app
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
-from fsdptool.web.security import Limits, Policy
-from fsdptool.web.session import Session
+from fsdptool.web.security import Limits, Policy, Session
+from fsdptool.web.server import build_app
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
+from fsdptool.web.security import Session
 from fsdptool.web.server import Address, Interface
-from fsdptool.web.session import Session
 
 HOST = "127.0.0.1:8400"
 ORIGIN = f"http://{HOST}"

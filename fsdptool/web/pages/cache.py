@@ -46,7 +46,7 @@ async def show(request: Request) -> Response:
 def _page(request: Request, fields: tuple[Field, ...]) -> Response:
     query = request.query_params
     probe = query.get("probe") == "yes"
-    job = services(request).jobs.submit("machine:examine", {"probe": probe})
+    job = services(request).jobs.submit("examine_machine", {"probe": probe})
     state = job.state
     store = Store()
     entries = store.entries()

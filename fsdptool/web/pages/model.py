@@ -18,7 +18,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.detection import ConsideredClass, Detection
 from fsdptool.records.diagnostic import read_answer
 from fsdptool.report.page.detection import detection_body
-from fsdptool.web import references, uploads
+from fsdptool.web import references
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
 from fsdptool.web.jobs import JobState
 from fsdptool.web.page import Page, error_page, group_of, render, services
@@ -35,7 +35,7 @@ def show(request: Request) -> Response:
     """Answer ``/model?reference=…&wrap=…&world_size=…``."""
     query = request.query_params
     fields = _fields(query)
-    common: dict[str, Any] = {"page": page, "upload_bytes": uploads.LARGEST_BYTES}
+    common: dict[str, Any] = {"page": page, "upload_bytes": references.LARGEST_BYTES}
     if not query.get("reference"):
         return render(request, "model.html", fields=fields, **common)
     values, fields = parse(fields)
@@ -47,7 +47,7 @@ def show(request: Request) -> Response:
     try:
         reference = references.allowed(services(request).roots, values["reference"])
         job = services(request).jobs.submit(
-            "model:detect",
+            "detect",
             {
                 "reference": reference,
                 "wrap": wrap,
@@ -85,7 +85,7 @@ async def upload(request: Request) -> Response:
     try:
         if not data.strip():
             raise ConfigError("the file is empty", help="choose the config.json of a model")
-        reference = uploads.save(data)
+        reference = references.save(data)
     except FsdptoolError as error:
         return error_page(request, error)
     return RedirectResponse(f"/model?{urlencode({'reference': reference})}", 303)

@@ -213,7 +213,7 @@ def _act(request: Request, action: str, form: dict[str, str]) -> str:
             **{option: form.get(option) == "yes" for option in ("merge", "ema", "force")},
             "number": time.time(),
         }
-        own["job"] = shared.jobs.submit("runs:export", arguments, lasting=True).id
+        own["job"] = shared.jobs.submit("export", arguments, lasting=True).id
     else:
         raise ConfigError(f"{action!r} is not an action of a run", help="use the buttons of the page")
     return f"/run?{urlencode(own)}"

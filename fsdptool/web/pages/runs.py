@@ -31,7 +31,16 @@ from fsdptool.web.forms import Field, parse_record, record_fields, with_error
 from fsdptool.web.page import Page, group_of, render, render_part, services
 from fsdptool.web.roots import Roots
 from fsdptool.web.run_values import read_known_view
-from fsdptool.web.tables import moment_text
+
+
+def moment_text(seconds: float) -> str:
+    """Return a moment as ``2026-01-31 12:00:00 UTC``.
+
+    Args:
+        seconds: Since 1970.
+    """
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
 
 page = Page("Runs", "/runs", "See what runs, arrange the queue, and start a run.")
 
@@ -138,7 +147,7 @@ def new(request: Request) -> Response:
             "cpu": asked.cpu,
             "version": [_version(Path(asked.recipe)), _version(Path(asked.config))],
         }
-        job = shared.jobs.submit("runs:dry_run", arguments, group=group_of(request, "dry-run"))
+        job = shared.jobs.submit("dry_run", arguments, group=group_of(request, "dry-run"))
         result, error = job.result, job.error
     waiting = job is not None and result is None and error is None
     return render(
