@@ -8,7 +8,7 @@ its parameters from ``fsdptool.cli.options.takes``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
@@ -78,6 +78,17 @@ TRUST = Option(
     default=False,
 )
 REVISION = Option("Revision of a Hugging Face id.")
+START_OVER = Option(
+    "With --resume: start over if the run has no checkpoint, so that its steps are lost.", default=False
+)
+DIALECT = Option("Dialect of the input, instead of detecting it.")
+TARGET = Option(
+    "Version of the consuming program to check against: accelerate==1.15. A package that runs beside it"
+    " follows a comma: accelerate==1.12,transformers==5.0."
+)
+EXCLUDE = Option("Pattern of files or folders to leave out (repeatable).")
+SKIP_UNKNOWN = Option("Skip named files of unknown kinds, as in folders.", default=False)
+ISOLATED = Option("Do not read settings from pyproject.toml or fsdptool.toml.", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +148,7 @@ def takes(options: type, *, first: str = "") -> Callable[[_Function], _Function]
 
 
 def with_defaults(options: type[_Options], given: _Options) -> _Options:
-    """Return every option of a declaration: as given, else its default."""
+    """Return every option of a declaration: as given, else its default; None is not given."""
     values = {name: item.option.default for name, item in declared(cast("Any", options)).items()}
-    values |= {name: v for name, v in cast("Mapping[str, Any]", given).items() if is_given(v)}
+    values |= {name: v for name, v in cast("Mapping[str, Any]", given).items() if v is not None}
     return cast("_Options", values)
-
-
-def is_given(value: Any) -> bool:
-    """Return whether an option's value says anything: not None, nor an empty list or mapping."""
-    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
 from fsdptool.config.reader import judged_or_failed
@@ -18,6 +18,17 @@ from fsdptool.config.rules import RULES
 from fsdptool.config.rules.model import Hardware
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.text import is_file, is_folder
+from fsdptool.options import (
+    DIALECT,
+    EXCLUDE,
+    ISOLATED,
+    SKIP_UNKNOWN,
+    TARGET,
+    TRUST,
+    Option,
+    takes,
+    with_defaults,
+)
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
@@ -53,41 +64,39 @@ class ShownVerdict(Verdict):
         return frame("fsdptool validate", self.html(), height=420)
 
 
+class LintOptions(TypedDict, total=False):
+    """Every option of ``validate`` that says how files are judged."""
+
+    # fmt: off
+    consumer: Annotated[str | None, Option(
+        "Program that reads the files: accelerate, fsdptool, trainer, ...")]
+    target: Annotated[str | None, TARGET]
+    dialect: Annotated[str | None, DIALECT]
+    model: Annotated[str | None, Option("Also check against this model.")]
+    gpu: Annotated[str | None, Option("Also check against this GPU.")]
+    gpus: Annotated[int | None, Option("Total number of GPUs.")]
+    host_memory: Annotated[str | None, Option("Host memory per node, for example '512 GiB'.")]
+    select: Annotated[Sequence[str] | None, Option("Codes or their beginnings to report: FSD3,FSD201.")]
+    ignore: Annotated[Sequence[str] | None, Option("Codes or their beginnings not to report.")]
+    exclude: Annotated[Sequence[str] | None, EXCLUDE]
+    baseline: Annotated[str | Path | None, Option("File of accepted findings, which are not reported.")]
+    skip_unknown: Annotated[bool, SKIP_UNKNOWN]
+    isolated: Annotated[bool, ISOLATED]
+    trust_remote_code: Annotated[bool, TRUST]
+    # fmt: on
+
+
 @suggest_keywords()
+@takes(LintOptions)
 def validate(
-    files: str | PathLike[str] | Iterable[str | PathLike[str]],
-    *,
-    consumer: str | None = None,
-    target: str | None = None,
-    dialect: str | None = None,
-    model: str | None = None,
-    gpu: str | None = None,
-    gpus: int | None = None,
-    host_memory: str | None = None,
-    trust_remote_code: bool = False,
-    select: Iterable[str] | None = None,
-    ignore: Iterable[str] | None = None,
-    exclude: Iterable[str] | None = None,
-    baseline: str | PathLike[str] | None = None,
-    skip_unknown: bool = False,
-    isolated: bool = False,
+    files: str | PathLike[str] | Iterable[str | PathLike[str]], **options: Unpack[LintOptions]
 ) -> ShownVerdict:
     """Judge configurations as the program that reads them will. Nothing is written.
 
     Args:
         files: A file or a folder, or several.
-        consumer: Who reads them: ``accelerate``, ``fsdptool``, ``trainer``, ...; None: each file's own.
-        target: Version to judge for, ``accelerate==1.15``.
-        dialect: Force the dialect instead of detecting it from the content.
-        model: Reference of a model to judge against, too.
-        gpu, gpus, host_memory: Hardware to judge against, too; host memory per node (``512GiB``).
-        trust_remote_code: Run the model's own code to inspect it.
-        select, ignore: Codes or their beginnings (``FSD3``) that are reported, or are not. ``select``
-            replaces what the project's settings select and ignore; ``ignore`` adds to what they ignore.
-        exclude: Patterns of files and folders that are not read, besides the project's.
-        baseline: File of accepted findings, which are suppressed; None: the one the project's settings name.
-        skip_unknown: Treat files of unknown kinds as in folders: a note instead of an error.
-        isolated: Do not look for ``pyproject.toml`` or ``fsdptool.toml``.
+        **options: The options of ``fsdptool validate``. ``select`` replaces what the project's settings
+            select and ignore; ``ignore`` and ``exclude`` add to what they name.
 
     Returns:
         One reading per file: effective settings with their origins, what is ignored, and findings.
@@ -99,9 +108,7 @@ def validate(
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     paths = [files] if isinstance(files, str | PathLike) else list(files)
-    against = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
-    against = replace(against, dialect=dialect, consumer=consumer, target=target)
-    linter = Linter(select, ignore, exclude, Path(baseline) if baseline else None, skip_unknown, isolated)
+    against, linter = conditions(options), Linter.of(options)
     files = linter.expand(map(Path, paths))
     return ShownVerdict(tuple(linter.judge(path, named, against) for path, named in files.items()))
 
@@ -127,6 +134,20 @@ class Linter:
     _found: dict[Path, LintSettings] = field(default_factory=dict)
     _settings: dict[Path, LintSettings] = field(default_factory=dict)
     _baselines: dict[Path, Baseline] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: LintOptions) -> Linter:
+        """Return the linter that options describe."""
+        options = with_defaults(LintOptions, options)
+        baseline = options["baseline"]
+        return cls(
+            select=options["select"],
+            ignore=options["ignore"],
+            exclude=options["exclude"],
+            baseline=Path(baseline) if baseline else None,
+            skip_unknown=options["skip_unknown"],
+            isolated=options["isolated"],
+        )
 
     def settings(self, path: Path) -> LintSettings:
         """Return the settings for a file (or a folder): the nearest ones, with the command line's.
@@ -199,15 +220,15 @@ class Linter:
         return settings.root / settings.baseline if settings.baseline is not None else None
 
 
-def conditions(
-    model: str | None, gpu: str | None, gpus: int | None, host_memory: str | None, *, trust_remote_code: bool
-) -> Conditions:
-    """Return what else a file is judged against: a model and hardware.
+def conditions(options: LintOptions) -> Conditions:
+    """Return what a file is judged by: its program and dialect, and perhaps a model and hardware.
 
     Raises:
         PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
+    options = with_defaults(LintOptions, options)
+    model, gpu, gpus, host_memory = options["model"], options["gpu"], options["gpus"], options["host_memory"]
     hardware = anatomy = None
     if gpu is not None or gpus is not None or host_memory is not None:
         from fsdptool.planning.clusters import parse_size
@@ -223,10 +244,16 @@ def conditions(
         from fsdptool.inspection import inspect
         from fsdptool.source import resolve
 
-        anatomy = inspect(resolve(model, trust_remote_code=trust_remote_code))
+        anatomy = inspect(resolve(model, trust_remote_code=options["trust_remote_code"]))
     if hardware is not None:
         hardware = with_model(hardware, anatomy)
-    return Conditions(model=anatomy, hardware=hardware)
+    return Conditions(
+        model=anatomy,
+        hardware=hardware,
+        dialect=options["dialect"],
+        consumer=options["consumer"],
+        target=options["target"],
+    )
 
 
 def with_model(hardware: Hardware, anatomy: Anatomy | None) -> Hardware:

@@ -21,7 +21,17 @@ import typer
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
 from fsdptool.files.text import exists, is_folder
 from fsdptool.formatting import printable, printable_json, shortened
-from fsdptool.options import Declared, declared
+from fsdptool.options import (
+    DIALECT,
+    EXCLUDE,
+    ISOLATED,
+    SKIP_UNKNOWN,
+    START_OVER,
+    TARGET,
+    TRUST,
+    Declared,
+    declared,
+)
 from fsdptool.records.annotations import Shape
 from fsdptool.records.diagnostic import Answer
 
@@ -48,45 +58,16 @@ RowFormatOption = Annotated[
     RowFormat, typer.Option("--format", help="Output format; tsv and csv print rows for programs.")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
-RevisionOption = Annotated[str | None, typer.Option(help="Revision of a Hugging Face id.")]
 OverrideOption = Annotated[
     list[str] | None, typer.Option("--override", help="Replace a configuration value: KEY=JSON (repeatable).")
 ]
-StartOverOption = Annotated[
-    bool,
-    typer.Option(
-        "--start-over",
-        help="With --resume: start over if the run has no checkpoint, so that its steps are lost.",
-    ),
-]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        "--allow-import",
-        help="Allow code that comes with the model, or that package.module:Class names, to run.",
-    ),
-]
-DialectOption = Annotated[str | None, typer.Option(help="Dialect of the input, instead of detecting it.")]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Version of the consuming program to check against: accelerate==1.15. A package that runs beside"
-        " it follows a comma: accelerate==1.12,transformers==5.0."
-    ),
-]
-SelectOption = Annotated[
-    list[str] | None, typer.Option("--select", help="Codes or their beginnings to report: FSD3,FSD201.")
-]
-ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", help="Pattern of files or folders to leave out (repeatable).")
-]
-SkipUnknownOption = Annotated[
-    bool, typer.Option("--skip-unknown", help="Skip named files of unknown kinds, as in folders.")
-]
-IsolatedOption = Annotated[
-    bool, typer.Option("--isolated", help="Do not read settings from pyproject.toml or fsdptool.toml.")
-]
+StartOverOption = Annotated[bool, typer.Option("--start-over", help=START_OVER.help)]
+TrustOption = Annotated[bool, typer.Option(*TRUST.flags, help=TRUST.help)]
+DialectOption = Annotated[str | None, typer.Option(help=DIALECT.help)]
+TargetOption = Annotated[str | None, typer.Option(help=TARGET.help)]
+ExcludeOption = Annotated[list[str] | None, typer.Option("--exclude", help=EXCLUDE.help)]
+SkipUnknownOption = Annotated[bool, typer.Option("--skip-unknown", help=SKIP_UNKNOWN.help)]
+IsolatedOption = Annotated[bool, typer.Option("--isolated", help=ISOLATED.help)]
 RecipeArgument = Annotated[Path, typer.Argument(help="The recipe (YAML).", metavar="RECIPE")]
 ConfigOption = Annotated[Path, typer.Option("--config", help="accelerate YAML, or another dialect.")]
 

@@ -6,26 +6,20 @@ import sys
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fsdptool.api.validate import Linter, LintOptions, conditions
 from fsdptool.cli.options import (
-    DialectOption,
-    ExcludeOption,
-    IsolatedOption,
-    SelectOption,
-    SkipUnknownOption,
-    TargetOption,
-    TrustOption,
     complain,
     print_document,
     say,
+    takes,
 )
 from fsdptool.errors import ConfigError, ExitCode, FsdptoolError, StorageError
 
 if TYPE_CHECKING:
-    from fsdptool.api.validate import Linter
     from fsdptool.config.fixes import Repaired
     from fsdptool.config.lint_settings import FindingSelector
     from fsdptool.config.result import Conditions, Reading, Verdict
@@ -42,19 +36,9 @@ class FindingFormat(StrEnum):
     SARIF = "sarif"
 
 
+@takes(LintOptions)
 def command(
     files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
-    consumer: Annotated[
-        str | None, typer.Option(help="Program that reads the files: accelerate, fsdptool, trainer, ...")
-    ] = None,
-    target: TargetOption = None,
-    dialect: DialectOption = None,
-    model: Annotated[str | None, typer.Option(help="Also check against this model.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Also check against this GPU.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Total number of GPUs.")] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Host memory per node, for example '512 GiB'.")
-    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Also fail on warnings.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes: the run stays the same.")] = False,
     unsafe_fixes: Annotated[
@@ -68,35 +52,23 @@ def command(
         typer.Option("--only", help="Findings to fix: a code, or one place (FSD203:12, FSD203:12:3)."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Omit notes (severity info).")] = False,
-    select: SelectOption = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", help="Codes or their beginnings not to report.")
-    ] = None,
-    exclude: ExcludeOption = None,
-    baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="File of accepted findings, which are not reported.")
-    ] = None,
     write_baseline: Annotated[
         bool, typer.Option("--write-baseline", help="Store the current findings in the baseline.")
     ] = False,
     statistics: Annotated[
         bool, typer.Option("--statistics", help="Count the findings by code instead of listing them.")
     ] = False,
-    skip_unknown: SkipUnknownOption = False,
-    isolated: IsolatedOption = False,
-    trust_remote_code: TrustOption = False,
     format: Annotated[FindingFormat, typer.Option("--format", help="Output format.")] = FindingFormat.TEXT,
+    **options: Any,
 ) -> int:
     """Check how the consuming program will interpret a configuration: errors, dropped settings, fixes."""
-    from fsdptool.api.validate import Linter, conditions
     from fsdptool.config.result import Verdict
     from fsdptool.report.console import findings
 
     if statistics and format in (FindingFormat.GITHUB, FindingFormat.SARIF):
         raise ConfigError(f"--statistics has no form for {format.value}", help="use text, concise or json")
-    against = conditions(model, gpu, gpus, host_memory, trust_remote_code=trust_remote_code)
-    against = replace(against, dialect=dialect, consumer=consumer, target=target)
-    linter = Linter(select, ignore, exclude, baseline, skip_unknown, isolated)
+    given = cast("LintOptions", options)
+    against, linter = conditions(given), Linter.of(given)
     if write_baseline:
         return _accept(linter, files, against)
     readings = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from fsdptool.options import TRUST, Option
+from fsdptool.options import START_OVER, TRUST, Option
 
 
 class StartOptions(TypedDict, total=False):
@@ -15,8 +15,7 @@ class StartOptions(TypedDict, total=False):
     output: Annotated[str | Path | None, Option(
         "Run folder; default: runs/RECIPE.", flags=("--output", "-o"))]
     resume: Annotated[str | None, Option("auto (the newest valid checkpoint) or a checkpoint folder.")]
-    start_over: Annotated[bool, Option(
-        "With --resume: start over if the run has no checkpoint, so that its steps are lost.", default=False)]
+    start_over: Annotated[bool, START_OVER]
     force: Annotated[bool, Option("Replace an existing run in the folder.", default=False)]
     processes: Annotated[int | None, Option(
         "Total number of processes; must agree with the configuration.")]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast, get_args
 
 from fsdptool.errors import PlanError
-from fsdptool.options import Declared, Option, is_given
+from fsdptool.options import Declared, Option
 from fsdptool.options import declared as declared_in
 from fsdptool.planning.option_values import hsdp_shape, one_of, reshard_value
 from fsdptool.records.annotations import bounds_text, permits
@@ -187,6 +187,11 @@ class Options(TypedDict, total=False):
 def declared() -> Mapping[str, Declared]:
     """Return every option of :class:`Options`, in order."""
     return declared_in(Options)
+
+
+def is_given(value: Any) -> bool:
+    """Return whether an option's value says anything: not None, nor an empty list or mapping."""
+    return value is not None and (not isinstance(value, Sequence | Mapping) or len(value) > 0)
 
 
 def read_options(options: Options) -> Options:

@@ -1,4 +1,4 @@
-"""References to models as pages take them: inside the roots, or dropped on a page and kept by their digest."""
+"""References to models as pages take them: inside the roots, or dropped on a page and kept by digest."""
 
 from __future__ import annotations
 
