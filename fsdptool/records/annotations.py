@@ -153,7 +153,7 @@ class RecordField:
         name: Its name.
         key: Its key in JSON: ``class_`` is ``class``, whose underscore only keeps Python's keyword apart.
         annotation: What it may be.
-        default: What it is unless given; ``dataclasses.MISSING`` where it must be given or is made anew.
+        default: What it is unless given; ``dataclasses.MISSING`` where it is required or a factory makes it.
         required: Whether it must be given.
     """
 
