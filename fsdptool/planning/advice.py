@@ -14,7 +14,7 @@ from fsdptool.planning.choice import roomy
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic, Rule
-from fsdptool.records.lengths import LengthsReplay
+from fsdptool.records.lengths import LengthsPlan
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
 
@@ -175,33 +175,26 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     ]
 
 
-def advise_lengths(lengths: LengthsReplay | None, *, expandable: bool) -> list[Diagnostic]:
-    """Say where steps of varying lengths run out of memory, though steps of the longest one may fit.
+def advise_lengths(lengths: LengthsPlan | None, *, expandable: bool) -> list[Diagnostic]:
+    """Say that reserved memory grows as lengths vary, if segments cannot grow with them.
 
     Args:
-        lengths: The replay; None or without GPUs there is nothing to say.
+        lengths: What is planned of them; None if they are not given.
         expandable: Whether the run has expandable segments.
     """
-    replays = {item.expandable: item for item in lengths.replays} if lengths is not None else {}
-    run = replays.get(expandable)
-    if run is None or not run.retried_orders:
+    planned = lengths.traced if lengths is not None else ()
+    if expandable or len(planned) < 2 or planned[0].reserved_peak_bytes is None:
         return []
-    if run.failed_orders:
-        message = (
-            f"{run.failed_orders} of {run.orders} orders of the data's lengths run out of memory, the"
-            f" earliest in step {run.first_failure_step}"
+    return [
+        Diagnostic(
+            "PLN014",
+            "warning",
+            f"micro-batches are padded to lengths from {planned[0].length:,} tokens (median) to"
+            f" {planned[-1].length:,}: without expandable segments, a run can reserve more than steps of"
+            " any one length",
+            help="set PYTORCH_ALLOC_CONF=expandable_segments:True, or pack the samples",
         )
-    else:
-        message = (
-            f"{run.retried_orders} of {run.orders} orders of the data's lengths fill the GPU, the"
-            f" earliest in step {run.first_retry_step}: the allocator then empties its cache, which makes"
-            " all ranks wait"
-        )
-    growing = replays[True]
-    remedy = "use a smaller micro-batch or a shorter --seq-len, or pack the samples"
-    if growing.failed_orders < run.failed_orders or not growing.retried_orders:
-        remedy = f"set PYTORCH_ALLOC_CONF=expandable_segments:True; or {remedy}"
-    return [Diagnostic("PLN014", "warning", message, help=remedy)]
+    ]
 
 
 def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
@@ -322,10 +315,10 @@ RULES = (
          "Neither the options nor the recipe give the sample size, so the default of the family is planned"
          " (512 tokens of text). Memory and time follow that size.",
          "Give --seq-len, --height, --width or --frames, or write them under batch: in the recipe."),
-    Rule("PLN014", "memory runs out as lengths vary", "warning",
-         "Micro-batches of the given lengths, replayed in shuffled orders, leave the caching allocator with"
-         " free blocks that later ones cannot use, until the GPU is full.",
-         "Use expandable segments, a smaller micro-batch or packing."),
+    Rule("PLN014", "reserved memory grows as lengths vary", "warning",
+         "Micro-batches of other lengths leave free blocks in segments of fixed size that later micro-batches"
+         " cannot use. The plan gives the reserved memory of steps of one length; a run can need more.",
+         "Use expandable segments or packing."),
     Rule("PLN015", "fewer rows than ranks", "warning",
          "FSDP2 shards the first dimension of each parameter, and fused experts have one row for each expert."
          " On more ranks than experts, the native layout shards the rows of every expert instead, if they"

@@ -90,7 +90,7 @@ class Options(TypedDict, total=False):
     sequence_length: Annotated[int | None, Option(
         "Tokens per sample.", "Batch", "recipe.batch.sequence_length", ("--seq-len", "--sequence-length"))]
     lengths: Annotated[str | Path | None, Option(
-        "File with the lengths of tokenised samples: replay micro-batches that are padded to their longest"
+        "File with the lengths of tokenised samples: also plan micro-batches that are padded to their longest"
         " sample (docs/how-to/plan-lengths-that-vary.md).", "Batch")]
     height: Annotated[int | None, Option(
         "Image height in pixels.", "Batch", "recipe.batch.height")]

@@ -21,7 +21,7 @@ from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.followed_loop import suited
 from fsdptool.planning.hardware import expands
-from fsdptool.planning.lengths import replay_lengths
+from fsdptool.planning.lengths import plan_lengths
 from fsdptool.planning.mesh_choice import mesh_choice
 from fsdptool.planning.offers import describe_offers
 from fsdptool.planning.options import declared
@@ -323,7 +323,7 @@ def _conclude(
     mesh = None
     if chosen is not None and len(result.candidates) > 1:
         mesh = mesh_choice(result.candidates, chosen, inputs.clusters[place], prefer=inputs.prefer)
-    lengths = replay_lengths(estimator, inputs, chosen or first, progress=progress)
+    lengths = plan_lengths(estimator, inputs, chosen or first, progress=progress)
     diagnostics += advise_lengths(lengths, expandable=expands(inputs.clusters[place], inputs.loop))
     sample = sample_size(estimator.spec, inputs.recipe)
     details = replace(

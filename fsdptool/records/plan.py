@@ -13,7 +13,7 @@ from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.lengths import LengthsReplay, SampleLengths
+from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
 from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
@@ -427,7 +427,7 @@ class Plan:
     unknowns: tuple[str, ...] = ()
     shortfall: Shortfall | None = None
     """Why nothing fits; None where something does, or where that is unknown."""
-    lengths: LengthsReplay | None = field(default=None, repr=False)
+    lengths: LengthsPlan | None = field(default=None, repr=False)
     """What the lengths of a data set do to the shown configuration; None where none are given."""
     sample: SampleSize = SampleSize()
     """The size of a sample, and what of it is assumed."""

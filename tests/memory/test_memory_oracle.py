@@ -91,6 +91,7 @@ CASES: dict[str, Case] = {
         ranks=2,
         batch={"sequence_length": 8, "micro_batch": 1},
     ),
+    "2 ranks, a short odd length": Case(ranks=2, batch={"sequence_length": 24, "micro_batch": 4}),
     "64 ranks": Case(ranks=64),
     "512 ranks, most shards padded": Case(ranks=512),
     "one rank": Case(ranks=1),

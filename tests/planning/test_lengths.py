@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.files.values import load_schema
 from fsdptool.planning import make_plan, plan_document, read_request
-from fsdptool.planning.lengths import choose_grid, padded_length
+from fsdptool.planning.lengths import LongestSample, padded_length
+from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import Plan
 from fsdptool.records.recipe import Data, ModelChoice, Recipe
 from fsdptool.training.data.loader import TrimmedStack
@@ -79,17 +78,17 @@ def test_a_missing_file_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureF
     assert "none.csv: the file cannot be read" in " ".join(capsys.readouterr().err.split())
 
 
-def test_few_lengths_are_traced_as_they_are_and_many_are_rounded_up() -> None:
-    assert choose_grid(Counter({8: 5, 64: 1}), 128, 10) == [8, 64, 128]
-    drawn = Counter({length: 1 + length % 5 for length in range(8, 4096, 8)})
-    grid = choose_grid(drawn, 4096, 10)
-    assert len(grid) == 10
-    assert grid[-1] == 4096
-    assert all(length % 8 == 0 for length in grid)
-    # Two narrow groups take the lengths; the gap between them takes none.
-    split = choose_grid(Counter({**dict.fromkeys(range(8, 108, 8), 9), 1000: 1, 1008: 1}), 1008, 4)
-    assert split[-2] <= 104 and split[-1] == 1008
+def test_percentiles_are_those_of_the_longest_of_several_samples() -> None:
     assert [padded_length(n, 100) for n in (1, 8, 9, 97, 500)] == [8, 8, 16, 100, 100]
+    lengths = SampleLengths(tuple(LengthCount(length, 1) for length in range(1, 101)))
+    one, four = (LongestSample(lengths, 100) for _ in range(2))
+    assert [one.percentile(share, 1) for share in (0.4, 0.41, 0.96, 1)] == [40, 48, 96, 100]
+    # Four samples are no longer than 80 with probability 0.8 ** 4.
+    assert [four.percentile(share, 4) for share in (0.4, 0.41)] == [80, 88]
+    found = dict(four.probabilities(4))
+    assert sum(found.values()) == pytest.approx(1)
+    assert found[8] == pytest.approx(0.08**4)
+    assert found[100] == pytest.approx(1 - 0.96**4)
 
 
 def made(file: Path, **options: Any) -> Plan:
@@ -108,7 +107,7 @@ def histogram(path: Path, *, tail: int = 0) -> Path:
 
 
 def test_one_length_is_the_plan_without_lengths(tmp_path: Path) -> None:
-    """The same figures, and nothing grows after the second step."""
+    """The same figures."""
     file = tmp_path / "constant.txt"
     file.write_text("64\n" * 30)
     plan = made(file, sequence_length=64)
@@ -117,14 +116,11 @@ def test_one_length_is_the_plan_without_lengths(tmp_path: Path) -> None:
     without = make_plan(read_request({**options, "micro_batch": 4, "search": False}))
     assert plan.candidates == without.candidates
     assert plan.lengths is not None
-    assert not plan.lengths.rounded
     assert plan.lengths.padding_share == 0
     assert plan.lengths.worst_allocated_bytes == without.candidates[0].allocated_peak_bytes
-    # fsdptool's own loop has expandable segments.
-    growing = plan.lengths.replays[1]
-    assert growing.last_step_bytes == without.candidates[0].reserved_peak_bytes
-    assert growing.last_growth_step <= 2
-    assert (growing.retried_orders, growing.failed_orders) == (0, 0)
+    assert [item.length for item in plan.lengths.traced] == [64]
+    assert plan.lengths.traced[0].reserved_peak_bytes == without.candidates[0].reserved_peak_bytes
+    assert plan.lengths.tokens_per_second == pytest.approx(without.candidates[0].tokens_per_second)
 
 
 def test_a_longer_tail_is_a_larger_worst_step_and_equal_inputs_are_equal_plans(tmp_path: Path) -> None:
@@ -138,7 +134,19 @@ def test_a_longer_tail_is_a_larger_worst_step_and_equal_inputs_are_equal_plans(t
     assert again.lengths == long.lengths
     document = plan_document(long)
     jsonschema.validate(document, load_schema("plan"))
-    assert json.loads(json.dumps(document))["lengths"]["replays"][1]["expandable"]
+    assert [item["length"] for item in document["lengths"]["traced"]] == [64, 512]
+
+
+def test_segments_of_fixed_size_are_a_finding_where_lengths_vary(tmp_path: Path) -> None:
+    clusters = tmp_path / "clusters.yaml"
+    clusters.write_text(
+        "{gpus_per_node: 2, gpu: RTX4090-24GB,"
+        " environment: {PYTORCH_ALLOC_CONF: 'expandable_segments:False'}}"
+    )
+    options: dict[str, Any] = {"gpu": None, "gpus": None, "clusters": (clusters,)}
+    fixed, growing = made(histogram(tmp_path), **options), made(histogram(tmp_path))
+    assert [item.code for item in fixed.diagnostics if item.code == "PLN014"] == ["PLN014"]
+    assert not [item for item in growing.diagnostics if item.code == "PLN014"]
 
 
 def test_packed_samples_have_one_shape_and_change_nothing(tmp_path: Path) -> None:
@@ -146,7 +154,7 @@ def test_packed_samples_have_one_shape_and_change_nothing(tmp_path: Path) -> Non
     plan = made(histogram(tmp_path), recipe=recipe, sequence_length=64)
     assert plan.lengths is not None
     assert plan.lengths.padding == "packed"
-    assert plan.lengths.replays == ()
+    assert plan.lengths.traced == ()
     padded = dataclasses.replace(recipe, data=Data(packing=False))
     plan = made(histogram(tmp_path), recipe=padded, sequence_length=64)
     assert plan.lengths is not None

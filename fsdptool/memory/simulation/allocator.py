@@ -23,7 +23,7 @@ _MIDDLE = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 _ROUND_LARGE = 2 * MIB
 _MINIMUM = 512
-SERIAL_BITS = 32
+_SERIAL_BITS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class CachingAllocator:
         if pool is None:
             pool = self._pools[stream, small] = Pool(small)
         places = pool.places
-        index = bisect_left(places, rounded_size << SERIAL_BITS)
+        index = bisect_left(places, rounded_size << _SERIAL_BITS)
         chunk = pool.free.pop(places.pop(index)) if index < len(places) else self._grow(pool, rounded_size)
         left = chunk.size - rounded_size
         if left >= _MINIMUM if small or self.expandable else left > _SMALL:
@@ -98,7 +98,7 @@ class CachingAllocator:
                 after.before = rest
             if pool.tail is chunk:
                 pool.tail = rest
-            place = left << SERIAL_BITS | serial
+            place = left << _SERIAL_BITS | serial
             insort(places, place)
             pool.free[place] = rest
         chunk.free = False
@@ -114,14 +114,14 @@ class CachingAllocator:
         size = chunk.size
         self.allocated -= size
         if before is not None and before.free:
-            place = before.size << SERIAL_BITS | before.serial
+            place = before.size << _SERIAL_BITS | before.serial
             del pool.free[place], places[bisect_left(places, place)]
             size += before.size
             chunk.before = before = before.before
             if before is not None:
                 before.after = chunk
         if after is not None and after.free:
-            place = after.size << SERIAL_BITS | after.serial
+            place = after.size << _SERIAL_BITS | after.serial
             del pool.free[place], places[bisect_left(places, place)]
             size += after.size
             if pool.tail is after:
@@ -131,16 +131,16 @@ class CachingAllocator:
                 after.before = chunk
         chunk.size = size
         chunk.free = True
-        place = size << SERIAL_BITS | chunk.serial
+        place = size << _SERIAL_BITS | chunk.serial
         insort(places, place)
         pool.free[place] = chunk
 
     def _grow(self, pool: Pool, size: int) -> Chunk:
-        grown = self.growth(pool, size)
+        grown = self._growth(pool, size)
         self._reserve(grown)
         return self._extend(pool, grown) if self.expandable else self._chunk(grown, pool)
 
-    def growth(self, pool: Pool, size: int) -> int:
+    def _growth(self, pool: Pool, size: int) -> int:
         """Return the bytes that the driver gives for a request which no free chunk of its pool serves."""
         if self.expandable:
             page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
@@ -156,7 +156,7 @@ class CachingAllocator:
         usable = 0
         if last is not None and last.free:
             usable = last.size
-            place = usable << SERIAL_BITS | last.serial
+            place = usable << _SERIAL_BITS | last.serial
             del pool.free[place], pool.places[bisect_left(pool.places, place)]
         if last is not None and usable:
             last.size += mapped

@@ -119,7 +119,6 @@ def simulate(
     saves: StateDictType = "sharded",
     workspaces: tuple[int, ...] = (),
     loop: TrainingLoop = OWN_LOOP,
-    middle: bool = False,
 ) -> Simulated:
     """Play a run of what was prepared.
 
@@ -134,8 +133,6 @@ def simulate(
         saves: Whether checkpoints are sharded or full.
         workspaces: Bytes of each workspace that matrix products keep on the device.
         loop: What is assumed about the training loop.
-        middle: Play up to three micro-batches before the last one, so that the third can stand for any
-            further one: it takes over and leaves the same memory.
     """
     states, device = prepared.states, prepared.rank.device
     grain = device.grain
@@ -164,14 +161,14 @@ def simulate(
     complete = trace.known and (trace.teacher is None or teacher is not None)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
-        _step(schedule, teacher, recipe, states, loop, first=True, middle=middle)
+        _step(schedule, teacher, recipe, states, loop, first=True)
         ledger.whole = None
     else:
         _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
         ledger.add(off_step.staged)
     if complete:
-        _step(schedule, teacher, recipe, states, loop, middle=middle)
+        _step(schedule, teacher, recipe, states, loop)
         play_off_step(off_step)
     ledger.close()
     return Simulated(ledger, states, off_step, complete)
@@ -185,7 +182,6 @@ def _step(
     loop: TrainingLoop,
     *,
     first: bool = False,
-    middle: bool = False,
 ) -> None:
     """Play one optimizer step in the order of ``training/step.py``."""
     ledger, trace, grain = schedule.ledger, schedule.trace, schedule.grain
@@ -196,7 +192,7 @@ def _step(
     ledger.begin(RunPhase.FORWARD)
     ledger.add(inputs)
     pieces = program(trace, schedule.rank.modules, grain)
-    for sync in _distinct_syncs(recipe, loop, middle=middle):
+    for sync in _distinct_syncs(recipe, loop):
         ledger.begin(RunPhase.FORWARD)
         output = teacher.forward() if teacher is not None else None
         schedule.micro_batch(pieces, sync, teacher_output=output)
@@ -261,14 +257,14 @@ def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledge
     return _Teacher(schedule, pieces, Block(TEACHER, kept, (kept,)))
 
 
-def _distinct_syncs(recipe: Recipe, loop: TrainingLoop, *, middle: bool = False) -> list[GradientSync]:
+def _distinct_syncs(recipe: Recipe, loop: TrainingLoop) -> list[GradientSync]:
     """Return the micro-batches worth simulating: further ones between them only repeat the one before.
 
     Gradients that stay unsharded are widened by the first micro-batch and added to by the second.
     """
     unsharded = recipe.sharding.accumulation == "unsharded"
     *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded, marked=loop.marks_last)
-    return [*earlier[: 3 if middle else 2 if unsharded else 1], last]
+    return [*earlier[: 2 if unsharded else 1], last]
 
 
 def _wide_logits(trace: Trace, grain: int) -> Block | None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Literal
 
 from fsdptool.formatting import amount
-from fsdptool.records.lengths import AllocatorReplay, LengthsReplay
+from fsdptool.records.lengths import LengthsPlan
 from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
@@ -408,15 +408,16 @@ def _lengths(plan: Plan, *, explain: bool) -> None:
             f"{item.length:,}",
             f"{item.share:.1%}",
             amount(item.allocated_peak_bytes),
+            amount(item.reserved_peak_bytes),
             duration(item.step_seconds),
         )
         for item in lengths.traced
     ]
-    heads = ("padded length", "micro-batches", "allocated peak", "per step")
-    print_table(heads, rows, numeric=(0, 1, 2, 3))
+    heads = ("padded length", "micro-batches", "allocated peak", "reserved peak", "per step")
+    print_table(heads, rows, numeric=(0, 1, 2, 3, 4))
 
 
-def _lengths_lines(lengths: LengthsReplay) -> list[str]:
+def _lengths_lines(lengths: LengthsPlan) -> list[str]:
     """Return the section's lines."""
     speed = lengths.tokens_per_second
     text = f"; {speed:,.0f} tokens/s without padding (estimate)" if speed is not None else ""
@@ -430,34 +431,13 @@ def _lengths_lines(lengths: LengthsReplay) -> list[str]:
         f" tokens, {shape}: {lengths.padding_share:.0%} padding{text}"
     ]
     if lengths.worst_length is not None and lengths.padding == "longest":
-        bound = "; lengths between traced ones are rounded up" if lengths.rounded else ""
+        reserved = lengths.traced[-1].reserved_peak_bytes if lengths.traced else None
+        text = f", {amount(reserved)} reserved" if reserved is not None else ""
         lines.append(
             f"longest micro-batch: {lengths.worst_length:,} tokens,"
-            f" {amount(lengths.worst_allocated_bytes)} allocated (estimate{bound})"
+            f" {amount(lengths.worst_allocated_bytes)} allocated{text} (estimate)"
         )
-    lines += [_replay(item, lengths.steps) for item in lengths.replays]
     return lines
-
-
-def _replay(item: AllocatorReplay, steps: int) -> str:
-    name = "expandable segments" if item.expandable else "fixed segments"
-    first, last = amount(item.first_step_bytes), amount(item.last_step_bytes)
-    text = (
-        f"{name}, {item.orders} shuffled orders of {steps} steps: {first} reserved after step 1, {last} at"
-        f" the end ({amount(item.fragmentation_bytes)} of it fragmentation), no growth after step"
-        f" {item.last_growth_step}; "
-    )
-    if item.failed_orders:
-        return (
-            f"{text}{item.failed_orders} of {item.orders} run out of memory, the earliest in step"
-            f" {item.first_failure_step} (a run of all ranks: {item.failed_share_of_runs:.0%})"
-        )
-    if item.retried_orders:
-        return (
-            f"{text}none runs out of {amount(item.limit_bytes)}, but {item.retried_orders} of"
-            f" {item.orders} have to empty the cache, the earliest in step {item.first_retry_step}"
-        )
-    return f"{text}none uses all of the {amount(item.limit_bytes)} that the allocator can use"
 
 
 def _pipeline(plan: Plan) -> None:
