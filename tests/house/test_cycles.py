@@ -9,7 +9,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "fsdptool"
 
 KNOWN = [
-    ["memory.simulation.collectives", "memory.simulation.ledger", "memory.simulation.program"],
     ["modeling.methods", "modeling.methods.lora", "modeling.methods.quantised_formats",
      "modeling.methods.quantised_layers"],
     ["training.data.build", "training.precompute", "training.precompute.run"],

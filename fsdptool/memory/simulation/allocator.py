@@ -12,8 +12,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from fsdptool.memory.simulation.ledger import GATHER, REDUCE, TEACHER, UNSHARDED_GRADIENTS, Block, Ledger
-from fsdptool.memory.simulation.program import Body
+from fsdptool.memory.simulation.ledger import (
+    GATHER,
+    REDUCE,
+    TEACHER,
+    UNSHARDED_GRADIENTS,
+    Block,
+    Body,
+    Ledger,
+)
 from fsdptool.records.trace import KINDS, Trace
 
 MIB = 1 << 20

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fsdptool.records.trace import Component
 
 if TYPE_CHECKING:
-    from fsdptool.memory.simulation.program import Body
     from fsdptool.records.run import RunPhase
     from fsdptool.records.trace import Trace
 
@@ -41,6 +40,27 @@ OFFLOADED = _INDEX[Component.OFFLOADED]
 
 OF_TRACE = (ACTIVATIONS, RECOMPUTED, TEMPORARIES, OUTPUTS, LOSS, UNSHARDED_GRADIENTS, TEACHER, OFFLOADED)
 """The component of each of the trace's kinds (``records.trace.KINDS``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a run of segments does to live bytes.
+
+    Attributes:
+        events: What the segments allocate and free on the device, as ``Segment.events`` numbers it.
+        net: Change of live bytes by kind; gradients included, never freed by the trace.
+        total: Sum of ``net`` but for what is in host memory.
+        peak: Highest rise above the start on the way (at least 0).
+        at_peak: Change by kind at that point.
+        gradients: Traced parameter names whose gradient it makes, with bytes.
+    """
+
+    events: tuple[int, ...]
+    net: tuple[int, ...]
+    total: int
+    peak: int
+    at_peak: tuple[int, ...]
+    gradients: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

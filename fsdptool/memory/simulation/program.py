@@ -12,33 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdptool.memory.simulation.collectives import pinned, rounded
+from fsdptool.memory.simulation.ledger import Body
 from fsdptool.records.trace import KINDS, Marker, Repeat, Trace
 
 GRADIENT = KINDS.index("gradient")
 OFFLOADED = KINDS.index("offloaded")
 _ALWAYS = ("start", "loss", "backward", "end")
 _KEPT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """What a run of segments does to live bytes.
-
-    Attributes:
-        events: What the segments allocate and free on the device, as ``Segment.events`` numbers it.
-        net: Change of live bytes by kind; gradients included, never freed by the trace.
-        total: Sum of ``net`` but for what is in host memory.
-        peak: Highest rise above the start on the way (at least 0).
-        at_peak: Change by kind at that point.
-        gradients: Traced parameter names whose gradient it makes, with bytes.
-    """
-
-    events: tuple[int, ...]
-    net: tuple[int, ...]
-    total: int
-    peak: int
-    at_peak: tuple[int, ...]
-    gradients: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
