@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.files.text import private_folder
-from fsdptool.records.diagnostic import Diagnostic, Rule, digest
+from fsdptool.records.diagnostic import Diagnostic, digest
 
 if TYPE_CHECKING:
     from fsdptool.records.command_documents import CacheEntry, CacheReport
@@ -278,16 +278,6 @@ def _decode(content: bytes, kind: str, key: str) -> tuple[dict[str, Any], Any]:
         return header, json.loads(zlib.decompress(payload) if header.get("packed") else payload)
     except (ValueError, zlib.error) as error:
         raise _CorruptError("unreadable payload") from error
-
-
-RULES = (
-    Rule("CACHE001", "cache not usable", "warning",
-         "The folder is not writable, or the disk is full. Results are returned, but not stored.",
-         "Set FSDPTOOL_CACHE to a writable folder, or free space with `fsdptool cache prune`."),
-    Rule("CACHE002", "corrupt cache entry", "warning",
-         "An entry's checksum is wrong. The entry was set aside and the result computed again.",
-         "No action is needed; `fsdptool cache verify` checks the other entries."),
-)  # fmt: skip
 
 
 _PACKAGE = Path(__file__).parent

@@ -197,7 +197,7 @@ def documents() -> Iterator[str]:
 def failures() -> str:
     """Return the page of known failures of runs."""
     from fsdptool.report.rules import signatures_table
-    from fsdptool.runs.diagnose import signatures
+    from fsdptool.rules import signatures
 
     table = signatures_table(signatures())
     return (

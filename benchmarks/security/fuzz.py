@@ -542,7 +542,7 @@ def _change_run(run: Path, rng: random.Random) -> None:
 
 def case_logs(bench: Bench, place: Path, rng: random.Random) -> Arguments:
     """A log with the words of known failures, cut, doubled and mixed with other numbers and words."""
-    from fsdptool.runs.diagnose import signatures
+    from fsdptool.rules import signatures
 
     sizes = (
         "Tried to allocate 1.50 GiB. 2.00 GiB is reserved by PyTorch but unallocated",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,34 +18,21 @@ if TYPE_CHECKING:
     from fsdptool.records.diagnostic import Rule
 
 
-_TABLES: dict[str, tuple[str, ...]] = {
-    "FSD": ("fsdptool.config.rules",),
-    "DET": (
-        "fsdptool.families.registry",
-        "fsdptool.source.config_checks",
-        "fsdptool.source.weight_files",
-        "fsdptool.inspection.hazards",
-    ),
-    "PLN": ("fsdptool.planning.advice",),
-    "DOC": ("fsdptool.launch.doctor",),
-    "CACHE": ("fsdptool.cache",),
-}
-"""Beginning of a code to the modules with a table of such rules; those of failures are data."""
-
-
 def all_rules(beginning: str | None = None) -> dict[str, Rule]:
-    """Return the rules by code: each package keeps the table of the codes it emits.
+    """Return the rules by code.
 
     Args:
-        beginning: A key of the tables, to load no others; None: all rules.
+        beginning: ``FSD`` loads the rules on configuration files alone, another one the others; None: all.
     """
-    chosen = _TABLES.values() if beginning is None else (_TABLES[beginning],)
-    tables = [import_module(name).RULES for names in chosen for name in names]
-    found = [rule for table in tables for rule in (table.values() if isinstance(table, dict) else table)]
-    if beginning is None:
-        from fsdptool.runs.diagnose import signatures
+    found: list[Rule] = []
+    if beginning != "FSD":
+        from fsdptool import rules
 
-        found += [signature.rule for signature in signatures()]
+        found += [*rules.RULES, *rules.failure_rules()]
+    if beginning in ("FSD", None):
+        from fsdptool.config.rules import RULES
+
+        found = [*RULES.values(), *found]
     return {rule.code: rule for rule in found}
 
 
@@ -67,8 +53,8 @@ def command(
 
     wanted = code.strip().upper() if code is not None else ""
     beginning = wanted.rstrip("0123456789")
-    table = all_rules(beginning) if beginning in _TABLES and write is None else {}
-    if wanted not in table:
+    table = all_rules(beginning if code is not None and write is None else None)
+    if code is not None and wanted not in table:
         table = all_rules()
     if write is not None:
         write_file(write, rules_page(table.values()), force=True)

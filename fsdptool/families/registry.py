@@ -23,7 +23,7 @@ from fsdptool.families.loading import load_bounded
 from fsdptool.families.protocol import API_VERSION, Family, Flavour
 from fsdptool.formatting import by_size
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.spelling import all_near
 
 GROUP = "fsdptool.families"
@@ -342,18 +342,3 @@ def _package_digest(package: str) -> str:
         digest.update(path.as_posix().rpartition(f"/{package}/")[2].encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-RULES = (
-    Rule("DET001", "plugin ignored", "warning",
-         "A family plugin failed to load, or its entry point yields something that is not a family. Every "
-         "other plugin is used.",
-         "Fix or uninstall the named distribution."),
-    Rule("DET002", "plugin of another protocol version", "warning",
-         "The family uses a different version of the protocol than this fsdptool, and is ignored.",
-         "Install compatible versions of the two."),
-    Rule("DET003", "family name registered twice", "warning",
-         "Two plugins register one name. Neither is used, because the winner would depend on the order of "
-         "installation.",
-         "Uninstall one of them, or rename its family."),
-)  # fmt: skip

@@ -13,7 +13,7 @@ from fsdptool.inspection.census import Census
 from fsdptool.layout import group
 from fsdptool.layout.accelerate import NoForwardError
 from fsdptool.records.anatomy import Anatomy, NoSplitEntry, Parameter, WrapChoice
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
 
 PERSISTENT_BUFFERS = "DET201"
@@ -375,108 +375,3 @@ def holds_embedding(census: Census, path: str) -> bool:
     if census.modules[path].embedding:
         return True
     return any(holds_embedding(census, child) for child in census.children[path])
-
-
-RULES = (
-    Rule("DET120", "misspelt configuration key", "warning",
-         "The class does not know the key, but knows a similar one. The library silently drops the key and "
-         "uses the default.",
-         "Write the similar key, if that is what was meant."),
-    Rule("DET121", "configuration keys that are not read", "info",
-         "The class does not know these keys.",
-         "No action, unless one of them is a size."),
-    Rule("DET122", "class differs from the configuration", "warning",
-         "`_class_name` names a class other than the one that was built.",
-         "Correct the configuration."),
-    Rule("DET123", "model type differs from the configuration", "warning",
-         "`model_type` names a type other than the one that the class reads.",
-         "Correct the configuration."),
-    Rule("DET130", "module tree with a cycle", "error",
-         "A module contains itself. Units need a tree, and most walks over modules do not end on a cycle.",
-         "Keep the back reference in a list or a weakref, outside nn.Module's registration."),
-    Rule("DET140", "model that a group of ranks does not divide", "error",
-         "Tensor parallelism gives every rank the same number of heads and features, expert parallelism the "
-         "same number of experts. Keys and values are not repeated over ranks.",
-         "Use a group size that divides the numbers in the message."),
-    Rule("DET141", "hidden states that cannot be divided along the sequence", "error",
-         "Sequence parallelism needs one list of blocks that a norm follows, and blocks whose whole modules "
-         "compute position by position.",
-         "Leave sequence parallelism out; tensor parallelism alone divides the layers."),
-    Rule("DET201", "persistent buffers", "warning",
-         "accelerate 1.15 crashes on persistent buffers while `fsdp_cpu_ram_efficient_loading` is on, "
-         "which is its launcher's default: `AttributeError: 'Tensor' object has no attribute "
-         "'device_mesh'`.",
-         "Set fsdp_cpu_ram_efficient_loading to false (FSD404 reports it in a file)."),
-    Rule("DET202", "grouping that torch refuses", "warning",
-         "With the selected classes, torch refuses accelerate 1.15's grouping: a tie across units, or a "
-         "wrapped class that holds the input embedding.",
-         "Train with fsdptool's native layout, or select other classes."),
-    Rule("DET203", "`_no_split_modules` names absent classes", "warning",
-         "accelerate 1.15 fails with `Could not find the transformer layer class` unless the file names "
-         "classes.",
-         "Write fsdp_transformer_layer_cls_to_wrap (FSD410 reports it in a file)."),
-    Rule("DET204", "`_no_split_modules` is empty", "warning",
-         "Without classes in the file accelerate 1.15 silently wraps no class and gathers the whole "
-         "model at once.",
-         "Write fsdp_transformer_layer_cls_to_wrap (FSD406 reports it in a file)."),
-    Rule("DET205", "torch refuses the grouping by `_no_split_modules`", "warning",
-         "With the current `_no_split_modules`, torch refuses accelerate's grouping.",
-         "Write fsdp_transformer_layer_cls_to_wrap."),
-    Rule("DET206", "no class to wrap", "warning",
-         "No repeated block was found: every parameter outside the embeddings is in one unit, gathered as a "
-         "whole.",
-         "Set NO_WRAP explicitly and disable activation checkpointing; or select classes with "
-         "--wrap."),
-    Rule("DET207", "trainable parameters of several dtypes", "warning",
-         "FSDP2 expects one dtype in each unit.",
-         "Set mixed_precision to bf16, which makes masters float32, or load the model in one dtype."),
-    Rule("DET208", "tied embeddings", "info",
-         "Input and output embedding are one tensor. accelerate 1.15 keeps it gathered from forward to "
-         "backward.",
-         "No action: this is expected, and `plan` accounts for it."),
-    Rule("DET209", "other shared tensors", "info",
-         "Several modules share a tensor. All of its owners must be in one unit.",
-         "fsdptool's native layout ensures this; accelerate handles ties of two tensors only (FSD405)."),
-    Rule("DET210", "wrap class inside another", "info",
-         "Correct, but each level has collectives of its own.",
-         "--exclude one of the classes if the inner units are small."),
-    Rule("DET211", "size-based wrapping reaches a container", "info",
-         "SIZE_BASED_WRAP would wrap a ModuleList, which fully_shard refuses.",
-         "Wrap by class (FSD409 reports it in a file)."),
-    Rule("DET212", "fused experts", "info",
-         "Experts are one three-dimensional tensor, sharded by expert. Ranks beyond their number hold "
-         "no part of them, and LoRA targets by module name do not match them.",
-         "`--world-size` shows each rank's share."),
-    Rule("DET213", "transformers' own plan does not match", "info",
-         "Rules of the model's FSDP plan in transformers refer to modules that do not exist.",
-         "Do not rely on DistributedConfig(fsdp_plan=...): it shards fewer modules than expected."),
-    Rule("DET214", "`_no_split_modules` leaves out blocks", "warning",
-         "Without classes in the file these blocks stay in the root unit.",
-         "Write fsdp_transformer_layer_cls_to_wrap."),
-    Rule("DET215", "scalar parameters", "warning",
-         "fully_shard refuses parameters without dimensions, and accelerate 1.15 has no setting for it.",
-         "Reshape them to one element before prepare; fsdptool replicates them on every rank."),
-    Rule("DET216", "empty parameters", "warning",
-         "torch refuses to reduce the gradients of an FSDP unit that holds a parameter without elements: "
-         "`_chunk_cat expects non-empty tensor`.",
-         "Check the sizes in the configuration; fsdptool keeps empty parameters out of the units."),
-    Rule("DET217", "blocks that run without FSDP2's hooks", "warning",
-         "The model calls `forward` of these blocks itself, or runs them inside an autograd function of its "
-         "own. FSDP2 gathers a unit in a hook of its call, and once more in a hook of its backward: as units "
-         "these blocks would be used while they are sharded.",
-         "Leave these classes out of the wrap classes; their parameters then stay in the root unit."),
-    Rule("DET218", "experts that are modules", "warning",
-         "The experts of a mixture are modules of their own. Many models call only those that a token chose; "
-         "the others have no gradient. FSDP2 reduces only gradients that exist, by their position: if rank 0 "
-         "used expert 0 and rank 1 expert 1, the two are averaged with each other without an error, and with "
-         "unequal numbers or sizes the job stops or hangs.",
-         "Train with `fsdptool train`, which gives unused experts zero gradients; elsewhere call every "
-         "expert on every rank (with no rows, added as zero), or call torch 2.13's "
-         "`set_reduce_scatter_unused_params(True)`."),
-    Rule("DET219", "towers that some batches skip", "warning",
-         "An encoder of pictures or sound runs only for batches that have them. Ranks whose batch is text "
-         "alone do not gather its units nor reduce its gradients: they join other collectives, and the job "
-         "hangs, stops or computes with wrong parameters.",
-         "Train with `fsdptool train`, whose ranks stand in for units that they skip; elsewhere give every "
-         "rank a picture in each batch, or run the tower on an empty one."),
-)  # fmt: skip

@@ -21,7 +21,7 @@ from fsdptool.files.values import read_json
 from fsdptool.launch.machine import TESTED, live_claims, register_claim, untested_versions
 from fsdptool.records.codec import from_json
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
-from fsdptool.records.diagnostic import Diagnostic, Rule, tool_version
+from fsdptool.records.diagnostic import Diagnostic, tool_version
 from fsdptool.records.measurements import MEASURED, Measurements, RankMeasurements
 from fsdptool.records.run import DeviceType
 from fsdptool.runs.trackers import TRACKERS
@@ -275,25 +275,3 @@ def _verdict(device: DeviceType, processes: int, reports: list[dict[str, Any]], 
         ok=reason is None,
         reason=reason,
     )
-
-
-RULES = (
-    Rule("DOC001", "GPU memory is in use", "warning",
-         "Less than 90% of a GPU's memory is free.",
-         "Find the process that uses it with nvidia-smi."),
-    Rule("DOC002", "cache is not writable", "warning",
-         "Every result is recomputed.",
-         "Set FSDPTOOL_CACHE to a writable folder."),
-    Rule("DOC003", "FSDP2 sharding failed", "error",
-         "A probe in which one or two processes shard a small model failed. Runs on that device will fail, "
-         "too.",
-         "Read the reason in the message and repair the installation."),
-    Rule("DOC004", "library version not tested", "warning",
-         "fsdptool uses internals of torch and exact behaviour of the model libraries. This version is "
-         "outside the range that was tested: it may work, fail, or shard differently.",
-         "Install a tested version if something fails."),
-    Rule("DOC005", "torch cannot use the GPUs", "warning",
-         "A driver is loaded and torch counts no GPU: torch is built for other GPUs or for the CPU, its CUDA "
-         "does not start, or CUDA_VISIBLE_DEVICES hides them.",
-         "Install the build of torch that the message names."),
-)  # fmt: skip

@@ -13,7 +13,7 @@ from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import roomy
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthsPlan
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import Recipe
@@ -274,61 +274,3 @@ def _needless(
             help="DDP communicates a third less; use FSDP for larger batches or models",
         )
     ]
-
-
-RULES = (
-    Rule("PLN001", "ambiguous GPU name", "info",
-         "The name matches several entries of the catalogue; the message says which one is used.",
-         "Use a full name to choose another one; the message lists them."),
-    Rule("PLN002", "precision without hardware support", "warning",
-         "The GPU has no tensor cores for this precision: it is emulated, at fp32 speed or slower.",
-         "Use a precision the GPU has (FSD501 and FSD505 find it in a file)."),
-    Rule("PLN003", "fits within the error of the estimate", "warning",
-         "The free memory is less than the error of the estimate.",
-         "Use --search to find more headroom, or run one step before renting more GPUs."),
-    Rule("PLN004", "the requested configuration does not fit", "info",
-         "The requested configuration does not fit; another candidate does and was chosen.",
-         "Use --no-search to evaluate only the requested configuration."),
-    Rule("PLN005", "network between nodes assumed", "info",
-         "No bandwidth is given, so a common one is assumed (docs/explanation/time.md); step times depend on"
-         " it.",
-         "Give --network, or inter_node_bandwidth in the cluster file."),
-    Rule("PLN006", "host memory not checked", "info",
-         "The run needs host memory (offloaded states, staged checkpoints, loading), but the plan does not"
-         " know how much each node has. With CPU offload this is a warning.",
-         "Give --host-memory, or host_memory in the cluster file."),
-    Rule("PLN007", "fragmentation may exceed the memory", "warning",
-         "Without expandable segments, what the caching allocator reserves depends on fragmentation. The"
-         " upper end of the range that published runs give does not fit.",
-         "Set PYTORCH_ALLOC_CONF=expandable_segments:True, under environment: in the cluster file."),
-    Rule("PLN010", "nothing to shard on one GPU", "info",
-         "On a single GPU, FSDP adds its own copies and saves no memory.",
-         "Train without FSDP, or give two GPUs or more."),
-    Rule("PLN011", "FSDP is not needed", "info",
-         "The whole run fits on one GPU, including DDP's buckets. DDP communicates a third less.",
-         "Use DDP, or FSDP for larger batches or models."),
-    Rule("PLN012", "packed documents cannot be separated", "warning",
-         "Recurrent and convolutional layers carry a state across the boundary between packed documents,"
-         " whatever the attention mask says; some models take no positions, which would mark the boundary.",
-         "Set data.document_mask: false to accept it, or data.packing: false."),
-    Rule("PLN013", "sample size assumed", "info",
-         "Neither the options nor the recipe give the sample size, so the default of the family is planned"
-         " (512 tokens of text). Memory and time follow that size.",
-         "Give --seq-len, --height, --width or --frames, or write them under batch: in the recipe."),
-    Rule("PLN014", "reserved memory grows as lengths vary", "warning",
-         "Micro-batches of other lengths leave free blocks in segments of fixed size that later micro-batches"
-         " cannot use. The plan gives the reserved memory of steps of one length; a run can need more.",
-         "Use expandable segments or packing."),
-    Rule("PLN015", "fewer rows than ranks", "warning",
-         "FSDP2 shards the first dimension of each parameter, and fused experts have one row for each expert."
-         " On more ranks than experts, the native layout shards the rows of every expert instead, if they"
-         " divide evenly among the ranks. The accelerate layout, tensor parallelism and resharding to a"
-         " number of ranks do not. Some ranks then hold a whole expert and others nothing, so that more ranks"
-         " do not lower the memory of rank 0.",
-         "Use the native layout and a number of ranks that divides the rows of an expert, or give --hsdp with"
-         " as many shards as there are experts."),
-    Rule("PLN016", "adapter settings of a file are not read", "warning",
-         "The configuration of another program asks for LoRA. A plan reads its sharding and not its"
-         " training method, so that full fine-tuning is planned.",
-         "Give --method lora with --lora-rank and --lora-target, or a recipe with the method."),
-)  # fmt: skip

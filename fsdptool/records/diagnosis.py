@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import Any
 
 from fsdptool.records.annotations import Count, Positive
-from fsdptool.records.diagnostic import Rule
 from fsdptool.records.run import RunView
 
 
@@ -94,11 +93,6 @@ class Signature:
     change: str
     source: str
     by_phase: Mapping[str, PhaseAdvice] = field(default_factory=dict)
-
-    @property
-    def rule(self) -> Rule:
-        """The rule that ``fsdptool rule`` prints."""
-        return Rule(self.code, self.title, "error", f"{self.why} Source: {self.source}.", self.change)
 
 
 @dataclass(frozen=True, slots=True)

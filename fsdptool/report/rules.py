@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from fsdptool.formatting import printable
-from fsdptool.records.diagnosis import Signature
 
 if TYPE_CHECKING:
+    from fsdptool.records.diagnosis import Signature
     from fsdptool.records.diagnostic import Rule
 
 

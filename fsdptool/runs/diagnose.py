@@ -1,25 +1,22 @@
 """Recognises the known failures of distributed runs in logs and run folders. Torch-free.
 
-The signatures are data (``failures.json``). Logs are untrusted and may be huge: a bounded part is read, as
-bytes that need not be text, and nothing in them is executed or followed.
+The signatures are data (:mod:`fsdptool.rules`). Logs are untrusted and may be huge: a bounded part is read,
+as bytes that need not be text, and nothing in them is executed or followed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import UnreadableError, is_file, is_folder, read_ends
 from fsdptool.files.values import moment, read_own_json
-from fsdptool.records.codec import from_json
 from fsdptool.records.diagnosis import (
     CollectiveCall,
     Divergence,
@@ -30,6 +27,7 @@ from fsdptool.records.diagnosis import (
     Signature,
 )
 from fsdptool.records.run import RunView
+from fsdptool.rules import signatures
 from fsdptool.runs.events import STARTUP, WorkerPhase, ranks_in, tail_events
 from fsdptool.runs.folder import LOGS, RUN
 from fsdptool.runs.view import read_view
@@ -72,13 +70,6 @@ _PHASES = (
     (FailurePhase.FORWARD, r"in (?:forward|_call_impl|compute_loss)\b"),
 )
 """Frames of a traceback that tell the phase, in order: a backward contains recomputed forwards."""
-
-
-@cache
-def signatures() -> tuple[Signature, ...]:
-    """Return the table of known failures, by code."""
-    table = json.loads(Path(__file__).with_name("failures.json").read_text(encoding="utf-8"))
-    return tuple(from_json(Signature, entry, where="failures.json") for entry in table)
 
 
 @dataclass(frozen=True, slots=True)

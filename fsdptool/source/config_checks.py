@@ -14,7 +14,7 @@ from typing import Any
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.errors import ReferenceError as BadReference
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Recipe
 from fsdptool.source.imports import IMPORT_FLAG, is_import
 from fsdptool.spelling import did_you_mean
@@ -185,33 +185,6 @@ def library_source(package: str, file: str) -> str:
 
 def _version(package: str) -> str:
     return metadata.version(package)
-
-
-RULES = (
-    Rule("DET101", "a model without layers", "warning",
-         "The configuration sets a number of layers to 0: nothing can be wrapped, and FSDP2 would gather the "
-         "whole model at once.",
-         "Set the number of layers of the model."),
-    Rule("DET102", "remote code not used", "info",
-         "`auto_map` refers to code that comes with the model. transformers has the model type itself, and "
-         "its own class is used. Code that comes with the model is not run.",
-         "No action, or use --trust-remote-code to run that code."),
-    Rule("DET103", "quantisation ignored", "info",
-         "Shapes and totals are those of the unquantised model: quantised tensors are packed, and FSDP2 "
-         "shards what training holds.",
-         "No action is needed."),
-    Rule("DET104", "duplicate key in a model's file", "warning",
-         "A JSON object contains a key more than once. transformers, diffusers and peft silently use the "
-         "last value; a reader of the file may expect the first.",
-         "Keep one of the entries."),
-    Rule("DET110", "pipeline with a second denoiser", "info",
-         "The pipeline contains two trainable denoisers. The result covers the first one only.",
-         "Select the other with --component."),
-    Rule("DET111", "pipeline index and component disagree", "warning",
-         "`model_index.json` and the component's own config.json name different classes; diffusers builds "
-         "either without a warning. The component's own class is used.",
-         "Correct the wrong one."),
-)  # fmt: skip
 
 
 FLAG = "--trust-remote-code"

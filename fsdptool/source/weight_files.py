@@ -18,7 +18,7 @@ from typing import Any
 from fsdptool.errors import ConfigError
 from fsdptool.errors import ReferenceError as BadReference
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.diagnostic import Diagnostic, Rule
+from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import ModelChoice
 from fsdptool.source.config_checks import library_source, transformers_model_types
 from fsdptool.source.files import read_config
@@ -326,20 +326,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _are(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
-
-
-RULES = (
-    Rule(LEFT_OUT, "weights that are not read", "info",
-         "A model's folder holds weights beside those that its library loads: another format, a variant, the "
-         "shards of an earlier save, an adapter. fsdptool reads what `from_pretrained` reads: for "
-         "transformers `model.safetensors`, else the files of `model.safetensors.index.json`; for diffusers "
-         "the files of `diffusion_pytorch_model.safetensors.index.json`, else "
-         "`diffusion_pytorch_model.safetensors`.",
-         "No action, or move the weights that you mean into a folder of their own; `model.variant` in a "
-         "recipe selects a variant."),
-    Rule(UNREADABLE, "weights that cannot be read", "warning",
-         "A model's folder holds weights, and none that can be read: pickles, a variant that was not asked "
-         "for, an index that names missing files or files outside of the folder, a link to something that "
-         "is not a file. Training on them is refused.",
-         "Follow the help of the finding, or set model.weights: random."),
-)  # fmt: skip

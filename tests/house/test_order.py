@@ -18,6 +18,7 @@ ORDER = (
     "files",
     "records",
     "options",
+    "rules",
     "cache",
     "families",
     "source",

@@ -22,8 +22,9 @@ from fsdptool.launch.outcome import write_summary
 from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
 from fsdptool.report.console.diagnosis import print_diagnosis
+from fsdptool.rules import signatures
 from fsdptool.runs import diagnose as module
-from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream, signatures
+from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream
 from fsdptool.runs.events import EventLog, WorkerPhase
 from fsdptool.runs.folder import write_start
 from fsdptool.runs.watchdog import ProgressFile

@@ -15,7 +15,8 @@ import pytest
 from library_messages import Message, library_messages
 
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.runs.diagnose import LogText, diagnose_logs, signatures
+from fsdptool.rules import signatures
+from fsdptool.runs.diagnose import LogText, diagnose_logs
 
 LISTED = Path(__file__).with_name("unreachable_messages.json")
 VALUES = ("8", "model.layers.0.weight", "[Shard(dim=0), 'x y']")

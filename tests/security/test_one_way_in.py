@@ -37,7 +37,7 @@ OPENED: dict[str, str] = {
     "cli/calibrate.py:command": "a text that was just made",
     "cli/options.py:_value": "the command line",
     "cli/options.py:write_file": "a new file",
-    "runs/diagnose.py:signatures": "data of this package",
+    "rules.py:_failures": "data of this package",
     "runs/folder.py:write_text": "a new file",
     "runs/manifest.py:sync_folder": "a folder, to flush it",
     "runs/watchdog.py:_state": "/proc",
