@@ -16,8 +16,8 @@ from fsdptool.spelling import suggest_keywords
 if TYPE_CHECKING:
     from fsdptool.launch.start import OnEvent
     from fsdptool.records.run import Summary
+    from fsdptool.training.data.encoded import Done, Work
     from fsdptool.training.export.api import Exported
-    from fsdptool.training.precompute import Done, Work
 
 
 def _ignore(what: object) -> None:
@@ -160,7 +160,7 @@ def precompute(
         ConfigError: The recipe names no images, sizes or pipeline, or they do not fit together.
         WorkerError: A process died; what it finished is kept.
     """
-    from fsdptool.training.precompute.processes import run_processes
+    from fsdptool.training.data.encoded import run_processes
 
     return run_processes(
         prepare_precompute(Path(recipe), trust_remote_code=trust_remote_code),
@@ -175,8 +175,14 @@ def prepare_precompute(recipe: Path, *, trust_remote_code: bool = False) -> Work
     from fsdptool.config.recipe import read_recipe
     from fsdptool.source import consented, resolve_choice, with_places
     from fsdptool.training.data import data_cache
-    from fsdptool.training.precompute import plan_work
+    from fsdptool.training.data.encoded import encoded_data
 
     read = with_places(read_recipe(recipe), recipe.parent)
     read = consented(read, recipe, trust_remote_code=trust_remote_code)
-    return plan_work(read, resolve_choice(read.model, recipe.parent), data_cache())
+    if read.data.source != "images":
+        raise ConfigError(
+            f"data.source is {read.data.source}: there is nothing to precompute",
+            help="only data.source images has pictures to encode",
+        )
+    spec = resolve_choice(read.model, recipe.parent)
+    return encoded_data(spec).plan(read, spec, data_cache())

@@ -33,10 +33,10 @@ def command(
 
     Continues where an earlier call stopped. Training finds the result automatically.
     """
+
     from fsdptool.api.runs import prepare_precompute
     from fsdptool.runs.signals import handle_stop_signals
-    from fsdptool.training.precompute import precompute_report
-    from fsdptool.training.precompute.processes import run_processes
+    from fsdptool.training.data.encoded import precompute_report, run_processes
 
     with handle_stop_signals(
         "all shards were encoded", "run the command again: it continues with the missing shards"

@@ -196,6 +196,9 @@ class Family(ABC):
     exact_inputs: tuple[str, ...] = ()
     """Arguments of forward that keep their dtype when the others are cast to the compute dtype: times,
     which bfloat16 would round to eight bits, where the model embeds them in fp32 as its pipeline does."""
+    encoded_data: str | None = None
+    """``MODULE:OBJECT`` of an ``EncodedData`` (``training/data/encoded.py``), which encodes samples before
+    training and reads them; None: the models are not trained on encoded samples."""
 
     @abstractmethod
     def flavours(self) -> Mapping[str, Flavour]:

@@ -307,12 +307,12 @@ def _write_latents(
 
     decoding = None
     with suppress(ConfigError):
-        from fsdptool.training.precompute.autoencoder import ImageEncoding
-        from fsdptool.training.precompute.encoders import pipeline_folder
+        from fsdptool.training.data.encoded import encoded_data
 
+        encoded = encoded_data(spec)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        decoding = ImageEncoding(pipeline_folder(recipe, spec), device=str(device))
+        decoding = encoded.decoder(recipe, spec, str(device))
     files = []
     for number, latents in enumerate(samples):
         plain = latents[0].float().cpu().contiguous()

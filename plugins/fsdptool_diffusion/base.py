@@ -52,6 +52,7 @@ class DiffusersFamily(CatalogueFamily):
 
     library = "diffusers"
     default_objective = "flow_matching"
+    encoded_data = "fsdptool_diffusion.precompute:LATENTS"
 
     def model_class(self, config: Mapping[str, Any]) -> str:
         """Return the configuration's ``_class_name``.

@@ -41,6 +41,7 @@ class GenericFamily(Family):
     library = "transformers"
     default_objective = "causal_lm"
     precedence = -1
+    encoded_data = "fsdptool_diffusion.precompute:LATENTS"
 
     def __init__(self) -> None:
         self._transformers: TransformersFamily = _AnyTransformers()

@@ -41,6 +41,7 @@ class ImportedFamily(Family):
     title = "A module of your own (package.module:Class, with --allow-import)"
     library = "torch"
     default_objective = "module"
+    encoded_data = "fsdptool_diffusion.precompute:LATENTS"
     reference: str | None = None
     folder: str | None = None
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tiny_material
 import torch
+from fsdptool_diffusion.precompute import plan_work, run_work
 from PIL import Image
 from tiny_material import recipe_of
 from tiny_pipelines import PIPELINES, VIDEO
@@ -25,7 +26,6 @@ from tiny_pipelines import PIPELINES, VIDEO
 from fsdptool.families.registry import family_of
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches
-from fsdptool.training.precompute import plan_work, run_work
 
 pytestmark = pytest.mark.slow
 

@@ -21,6 +21,9 @@ import safetensors.torch
 import tiny_material
 import torch
 import yaml
+from fsdptool_diffusion.encoders import TEXT_OUTPUTS
+from fsdptool_diffusion.latents import INDEX
+from fsdptool_diffusion.precompute import plan_work, run_work
 from safetensors.torch import load_file
 from tiny_material import recipe_of
 
@@ -31,9 +34,6 @@ from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
 from fsdptool.training.data import build_batches, build_evaluation, prepare
 from fsdptool.training.data.images import Bucket, buckets_of, nearest
-from fsdptool.training.data.latents import INDEX
-from fsdptool.training.precompute import plan_work, run_work
-from fsdptool.training.precompute.encoders import TEXT_OUTPUTS
 
 Recipes = Callable[..., Recipe]
 

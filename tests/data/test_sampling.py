@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import tiny_material
 import torch
+from fsdptool_diffusion.autoencoder import ImageEncoding
+from fsdptool_diffusion.precompute import plan_work, run_work
 from PIL import Image
 
 from fsdptool.errors import ConfigError
@@ -20,8 +22,6 @@ from fsdptool.families.objectives import Classification
 from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import Recipe
 from fsdptool.source import resolve
-from fsdptool.training.precompute import plan_work, run_work
-from fsdptool.training.precompute.autoencoder import ImageEncoding
 from fsdptool.training.sampling import continue_text, denoise
 
 _RANK = """

@@ -11,7 +11,6 @@ PACKAGE = Path(__file__).parents[2] / "fsdptool"
 KNOWN = [
     ["modeling.methods", "modeling.methods.lora", "modeling.methods.quantised_formats",
      "modeling.methods.quantised_layers"],
-    ["training.data.build", "training.precompute", "training.precompute.run"],
 ]  # fmt: skip
 """Circles of imports in functions or for types that are left. The list may only become shorter."""
 

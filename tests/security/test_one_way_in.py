@@ -53,7 +53,6 @@ OPENED: dict[str, str] = {
     "training/data/workers.py:_unpack": "a message of a process that this one started",
     "training/export/adapters.py": "a text that was just made",
     "training/export/api.py:__init__": "the header of a checkpoint that its manifest was compared with",
-    "training/precompute/run.py": "shards that this program has just written",
     "web/jobs.py": "a message of a process that this one started",
     "web/server.py:_open_browser": "a browser, not a file",
     "web/server.py:style": "data of this package",

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,11 @@ from fsdptool.inspection import micro_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, Recipe
+from fsdptool.training.data.encoded import encoded_data
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
-from fsdptool.training.data.latents import Denoising, Latents, read_index, split_pictures
-from fsdptool.training.data.loader import Collate, Loader, Samples, Share, Stack
-from fsdptool.training.data.order import BucketOrder, Order, PlainOrder, mix
-from fsdptool.training.data.sources import path_of
+from fsdptool.training.data.loader import Loader, Opened, Share, Stack
+from fsdptool.training.data.order import PlainOrder, mix
 from fsdptool.training.data.workers import START_METHODS
 
 if TYPE_CHECKING:
@@ -78,15 +76,6 @@ def split_spec(one: Sequence[TensorSpec], two: Sequence[TensorSpec]) -> frozense
 def for_micro_batch(recipe: Any, size: int) -> Any:
     """Return the recipe with another micro-batch."""
     return dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch=size))
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Data that is ready to be read: samples, their line, and how they become a micro-batch."""
-
-    samples: Samples
-    order: Order
-    collate: Collate
 
 
 def build_batches(
@@ -235,7 +224,7 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
     if data.source == "images" and objective.samples == "labelled":
         return _labelled(recipe, spec, data, part)
     if data.source in ("images", "latents"):
-        return _diffusion(recipe, spec, data, cache, part)
+        return encoded_data(spec).open_samples(recipe, spec, data, cache, part)
     samples, collate = open_language(objective, recipe, spec, data, cache, part)
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), collate)
 
@@ -262,50 +251,3 @@ def _labelled(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
         )
     samples = open_labelled(data, spec, batch_spec, part=part, holdout=recipe.evaluation.holdout)
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), Stack())
-
-
-def _diffusion(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
-    batch_spec = micro_batch.batch_spec(spec, for_micro_batch(recipe, 1))
-    if not any(item.name == "latents" for item in batch_spec):
-        raise ConfigError(
-            f"{spec.model_class} is not trained on latents", help="choose another data.source, or synthetic"
-        )
-    collate = Denoising(spec, recipe, {item.name: item for item in batch_spec})
-    folder = _latents_folder(recipe, spec, data, cache)
-    dropout = float(recipe.objective.options.get("caption_dropout", 0.0))
-    posterior = str(data.options.get("posterior", "mean"))
-    if posterior not in ("mean", "draw"):
-        raise ConfigError(f"data.options.posterior {posterior!r} is neither mean nor draw")
-    seed, holdout = recipe.seed, recipe.evaluation.holdout
-    train, hidden = split_pictures(read_index(folder), holdout)
-    numbers = {"train": train, "held_out": hidden, "all": [*train, *hidden]}[part]
-    if not numbers:
-        raise ConfigError(
-            f"evaluation.holdout {holdout} of {len(train) + len(hidden)} pictures leaves none to "
-            f"{'evaluate on' if part == 'held_out' else 'train on'}",
-            help="choose another share, or give evaluation.data",
-        )
-    # Captions are dropped to learn guidance; validation measures the loss with them.
-    samples = Latents(
-        folder,
-        sorted(numbers),
-        seed=seed,
-        dropout=dropout if part == "train" else 0.0,
-        draw=posterior == "draw",
-    )
-    collate.check(samples.sample(0, 0))
-    buckets = [bucket for bucket in samples.buckets if bucket]
-    order: Order
-    if len(buckets) > 1:
-        order = BucketOrder(buckets, chunk=recipe.batch.micro_batch, seed=seed, shuffle=data.shuffle)
-    else:
-        order = PlainOrder(len(samples), seed=seed, shuffle=data.shuffle)
-    return Opened(samples, order, collate)
-
-
-def _latents_folder(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path) -> Path:
-    if data.source == "latents":
-        return Path(path_of(data)).expanduser()
-    from fsdptool.training.precompute import plan_work
-
-    return plan_work(dataclasses.replace(recipe, data=data), spec, cache).folder

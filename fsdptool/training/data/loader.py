@@ -286,6 +286,15 @@ class _Turns:
         return self._collate([self._samples.sample(*place) for place in places])
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Data that is ready to be read: samples, their line, and how they become a micro-batch."""
+
+    samples: Samples
+    order: Order
+    collate: Collate
+
+
 class Loader:
     """The data of one rank: per optimizer step, the list of this rank's micro-batches.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import read_json
-from fsdptool.training.precompute.encoders import first_line, free, owned, pipeline_index, quiet
+from fsdptool_diffusion.encoders import first_line, free, owned, pipeline_index, quiet
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,8 @@
-"""Precompute in several processes of this machine, or as one of torchrun's or Slurm's."""
+"""Samples that are encoded once before training (docs/how-to/train-on-pictures.md).
+
+A family says what is encoded, and how (``Family.encoded_data``). The work runs in one or in several processes
+of this machine, or in those of torchrun or Slurm.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,122 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import get_context, parent_process
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdptool import errors
 from fsdptool.errors import ConfigError, FsdptoolError, WorkerError
-from fsdptool.training.precompute.run import Done, Tell, Work, run_work
+from fsdptool.families.registry import family_of
+from fsdptool.records.anatomy import ModelSpec
+from fsdptool.records.command_documents import BucketCount, PrecomputeReport
+from fsdptool.records.recipe import Data, Recipe
+from fsdptool.training.data.images import Bucket
+from fsdptool.training.data.loader import Opened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a process did: shards made and found, and whether the folder is finished."""
+
+    folder: Path
+    pictures: int
+    buckets: tuple[tuple[Bucket, int], ...]
+    shards: int
+    made: int
+    finished: bool
+
+
+class Work(Protocol):
+    """What is to be encoded, the same for every process; it is pickled."""
+
+    @property
+    def key(self) -> str:
+        """Digest of everything that decides the result."""
+
+    def run(self, *, rank: int, world: int, device: str, tell: Tell) -> Done:
+        """Encode this process's shards that are not there yet.
+
+        Raises:
+            ConfigError: A sample or an encoder cannot be read, or the folder holds something else.
+            StorageError: The folder cannot be written.
+        """
+
+
+class Decoder(Protocol):
+    """Makes pictures of latents."""
+
+    def decode(self, latents: Tensor) -> list[Image]:
+        """Return the pictures of normalised latents ``[channels, (frames,) height, width]``."""
+
+    def move(self, device: str) -> None:
+        """Work on another device from now on."""
+
+    def unload(self) -> None:
+        """Give the memory back."""
+
+
+class EncodedData(Protocol):
+    """How a family's samples are encoded, and read again."""
+
+    def plan(self, recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
+        """Return what ``precompute`` encodes for a recipe, and where below ``cache``.
+
+        Raises:
+            ConfigError: The recipe names no images, sizes or pipeline, or they do not fit together.
+        """
+
+    def open_samples(self, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
+        """Return the encoded samples of a part: ``train``, ``held_out`` or ``all``.
+
+        Raises:
+            ConfigError: They are not there or cannot be used.
+        """
+
+    def decoder(self, recipe: Recipe, spec: ModelSpec, device: str) -> Decoder:
+        """Return what makes pictures of the latents that the model writes.
+
+        Raises:
+            ConfigError: The model's pipeline is not at hand.
+        """
+
+
+def encoded_data(spec: ModelSpec) -> EncodedData:
+    """Return how the samples of a model's family are encoded.
+
+    Raises:
+        ConfigError: The family is not trained on encoded samples.
+    """
+    named = family_of(spec).encoded_data
+    if named is None:
+        raise ConfigError(
+            f"{spec.model_class} is not trained on latents", help="choose another data.source, or synthetic"
+        )
+    module, _, name = named.partition(":")
+    data: EncodedData = getattr(import_module(module), name)
+    return data
+
+
+def precompute_report(done: Done, device: str) -> PrecomputeReport:
+    """Return what a precompute did, as ``fsdptool precompute --format json`` prints it."""
+    return PrecomputeReport(
+        folder=str(done.folder),
+        pictures=done.pictures,
+        buckets=tuple(BucketCount(b.height, b.width, b.frames, count) for b, count in done.buckets),
+        shards=done.shards,
+        made=done.made,
+        finished=done.finished,
+        device=device,
+    )
 
 
 def place_of(environment: Mapping[str, str]) -> tuple[int, int] | None:
@@ -46,7 +159,7 @@ def run_processes(work: Work, *, processes: int, device: str | None, tell: Tell)
     given = place_of(os.environ)
     if given is not None or processes == 1:
         rank, world = given or (0, 1)
-        return run_work(work, rank=rank, world=world, device=device or device_for(rank), tell=tell)
+        return work.run(rank=rank, world=world, device=device or device_for(rank), tell=tell)
     context = get_context("spawn")
     queue: Any = context.SimpleQueue()
     started = [
@@ -63,7 +176,7 @@ def run_processes(work: Work, *, processes: int, device: str | None, tell: Tell)
             if process.is_alive():
                 process.terminate()
             process.join()
-    done = run_work(work, rank=0, world=1, device=device or "cpu", tell=tell)
+    done = work.run(rank=0, world=1, device=device or "cpu", tell=tell)
     return Done(done.folder, done.pictures, done.buckets, done.shards, made, done.finished)
 
 
@@ -112,8 +225,7 @@ def _one(work: Work, rank: int, world: int, device: str | None, queue: Any) -> N
     _follow_parent()
     os.environ["LOCAL_RANK"] = str(rank)
     try:
-        done = run_work(
-            work,
+        done = work.run(
             rank=rank,
             world=world,
             device=device or device_for(rank),

@@ -22,12 +22,14 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
+from fsdptool.inspection import micro_batch
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import Data, Recipe
+from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.images import Bucket, Picture, held_out
-from fsdptool.training.data.loader import Sample
-from fsdptool.training.data.order import mix
+from fsdptool.training.data.loader import Opened, Sample
+from fsdptool.training.data.order import BucketOrder, Order, PlainOrder, mix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -306,3 +308,46 @@ class Denoising:
         filled = tensor.new_zeros(planned)
         filled[: shape[0]] = tensor
         return filled
+
+
+def open_latents(recipe: Recipe, spec: ModelSpec, data: Data, folder: Path, part: str) -> Opened:
+    """Return the samples of a part of a finished folder of latents.
+
+    Raises:
+        ConfigError: The folder or the recipe cannot be used, or the part is empty.
+    """
+    batch_spec = micro_batch.batch_spec(spec, for_micro_batch(recipe, 1))
+    if not any(item.name == "latents" for item in batch_spec):
+        raise ConfigError(
+            f"{spec.model_class} is not trained on latents", help="choose another data.source, or synthetic"
+        )
+    collate = Denoising(spec, recipe, {item.name: item for item in batch_spec})
+    dropout = float(recipe.objective.options.get("caption_dropout", 0.0))
+    posterior = str(data.options.get("posterior", "mean"))
+    if posterior not in ("mean", "draw"):
+        raise ConfigError(f"data.options.posterior {posterior!r} is neither mean nor draw")
+    seed, holdout = recipe.seed, recipe.evaluation.holdout
+    train, hidden = split_pictures(read_index(folder), holdout)
+    numbers = {"train": train, "held_out": hidden, "all": [*train, *hidden]}[part]
+    if not numbers:
+        raise ConfigError(
+            f"evaluation.holdout {holdout} of {len(train) + len(hidden)} pictures leaves none to "
+            f"{'evaluate on' if part == 'held_out' else 'train on'}",
+            help="choose another share, or give evaluation.data",
+        )
+    # Captions are dropped to learn guidance; validation measures the loss with them.
+    samples = Latents(
+        folder,
+        sorted(numbers),
+        seed=seed,
+        dropout=dropout if part == "train" else 0.0,
+        draw=posterior == "draw",
+    )
+    collate.check(samples.sample(0, 0))
+    buckets = [bucket for bucket in samples.buckets if bucket]
+    order: Order
+    if len(buckets) > 1:
+        order = BucketOrder(buckets, chunk=recipe.batch.micro_batch, seed=seed, shuffle=data.shuffle)
+    else:
+        order = PlainOrder(len(samples), seed=seed, shuffle=data.shuffle)
+    return Opened(samples, order, collate)

@@ -23,27 +23,29 @@ from fsdptool.families.bases.batches import SOURCES
 from fsdptool.families.registry import family_of
 from fsdptool.files.text import holds, private_folder
 from fsdptool.records.anatomy import ModelSpec
-from fsdptool.records.command_documents import BucketCount, PrecomputeReport
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import Data, Recipe
 from fsdptool.runs.work import Countdown, left_text
 from fsdptool.training.data.build import for_micro_batch
+from fsdptool.training.data.encoded import Done, Tell
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
-from fsdptool.training.data.latents import (
+from fsdptool.training.data.loader import Opened
+from fsdptool.training.data.sources import path_of
+from fsdptool_diffusion.autoencoder import FirstFrame, ImageEncoding
+from fsdptool_diffusion.encoders import TextEncoding, check_pipeline, pipeline_folder
+from fsdptool_diffusion.latents import (
     INDEX,
     VERSION,
     Index,
     index_json,
+    open_latents,
     pixel_file,
     read_index,
     text_file,
 )
-from fsdptool.training.precompute.autoencoder import FirstFrame, ImageEncoding
-from fsdptool.training.precompute.encoders import TextEncoding, check_pipeline, pipeline_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Tell = Callable[[str], None]
 _SHARD = 64
 
 
@@ -85,17 +87,14 @@ class Work:
         """Return the numbers of a shard's pictures."""
         return range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.pictures)))
 
+    def run(self, *, rank: int, world: int, device: str, tell: Tell = lambda _: None) -> Done:
+        """Make this process's shards that are not there yet, and the index once all are.
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What a process did: shards made and found, and whether the folder is finished."""
-
-    folder: Path
-    pictures: int
-    buckets: tuple[tuple[Bucket, int], ...]
-    shards: int
-    made: int
-    finished: bool
+        Raises:
+            ConfigError: A picture or an encoder cannot be read, or the folder holds something else.
+            StorageError: The folder cannot be written.
+        """
+        return run_work(self, rank=rank, world=world, device=device, tell=tell)
 
 
 def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
@@ -179,12 +178,7 @@ def _key(work: Work, root: str) -> str:
 
 
 def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lambda _: None) -> Done:
-    """Make this process's shards that are not there yet, and the index once all are.
-
-    Raises:
-        ConfigError: A picture or an encoder cannot be read, or the folder holds something else.
-        StorageError: The folder cannot be written.
-    """
+    """Do the part of ``work`` of one of ``world`` processes; errors as :meth:`Work.run`."""
     if (work.folder / INDEX).exists():
         _check_same(work)
         return _done(work, 0)
@@ -337,14 +331,25 @@ def _done(work: Work, made: int) -> Done:
     )
 
 
-def precompute_report(done: Done, device: str) -> PrecomputeReport:
-    """Return what a precompute did, as ``fsdptool precompute --format json`` prints it."""
-    return PrecomputeReport(
-        folder=str(done.folder),
-        pictures=done.pictures,
-        buckets=tuple(BucketCount(b.height, b.width, b.frames, count) for b, count in done.buckets),
-        shards=done.shards,
-        made=done.made,
-        finished=done.finished,
-        device=device,
-    )
+class LatentData:
+    """Pictures and captions, which a pipeline's VAE and text encoders encode once."""
+
+    def plan(self, recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
+        """Return what is encoded; errors as :func:`plan_work`."""
+        return plan_work(recipe, spec, cache)
+
+    def open_samples(self, recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, part: str) -> Opened:
+        """Return the samples of a folder of latents: the one that the data names, or that ``plan`` makes."""
+        if data.source == "latents":
+            folder = Path(path_of(data)).expanduser()
+        else:
+            folder = plan_work(dataclasses.replace(recipe, data=data), spec, cache).folder
+        return open_latents(recipe, spec, data, folder, part)
+
+    def decoder(self, recipe: Recipe, spec: ModelSpec, device: str) -> ImageEncoding:
+        """Return the VAE of the model's pipeline."""
+        return ImageEncoding(pipeline_folder(recipe, spec), device=device)
+
+
+LATENTS = LatentData()
+"""What ``Family.encoded_data`` of denoisers names."""
