@@ -29,6 +29,7 @@ from settings import Setting, inputs_of
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import vocabulary
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.runs.folder import RunInputs
 
 RANKS = 2
@@ -114,7 +115,7 @@ def plan(subject: Subject, inputs: Any = None) -> dict[str, Any]:
 def _plan(setting: Setting) -> dict[str, Any]:
     inputs = inputs_of(setting)
     try:
-        traced = trace(inputs.spec, inputs.recipe, inputs.settings, use_cache=False)
+        traced = trace(inputs.spec, resolve_run(inputs.recipe, inputs.settings), use_cache=False)
     except ConfigError as error:  # of a forward that converts its parameters
         return {"good": False, "unknowns": [error.message]}
     predicted = footprint(

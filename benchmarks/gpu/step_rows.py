@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "memory"))
 from matrix import FAMILIES
 from settings import Setting, records_of
 
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
 
@@ -138,8 +139,7 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
     candidate = predict(
         spec,
         inspect(spec),
-        recipe,
-        settings,
+        resolve_run(recipe, settings, ranks=cluster.world_size if cluster is not None else None),
         cluster=cluster,
         profile=profile,  # type: ignore[arg-type]
     )
@@ -185,7 +185,7 @@ def _measure(row: StepRow, recipe: Recipe, settings: FsdpSettings, write: Write,
 
     torch.manual_seed(0)
     spec = resolve_choice(recipe.model)
-    units = plan_units(inspect(spec), recipe, settings)
+    units = plan_units(inspect(spec), resolve_run(recipe, settings))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=row.setting.ranks)
     session = open_session(settings)
     meter = open_meter(session.device)

@@ -28,6 +28,7 @@ from kept_rows import write_between, write_document
 from matrix import _base
 from settings import Setting, inputs_of
 
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.runs.folder import RunInputs
 
@@ -130,8 +131,8 @@ def _predicted(setting: Setting, row: dict[str, Any]) -> dict[str, Any]:
     mesh = inputs.settings.mesh.resolve(setting.ranks)
     figures: dict[str, Any] = {}
     for name, traced in (
-        ("predicted", trace(inputs.spec, recipe, inputs.settings)),
-        ("eager", trace(inputs.spec, inputs.recipe, inputs.settings)),
+        ("predicted", trace(inputs.spec, resolve_run(recipe, inputs.settings))),
+        ("eager", trace(inputs.spec, resolve_run(inputs.recipe, inputs.settings))),
     ):
         predicted = footprint(traced, inputs.units, mesh, recipe, profile="cpu-fake")
         levels = {moment.name: moment.allocated_bytes for moment in predicted.timeline}

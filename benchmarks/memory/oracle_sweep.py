@@ -33,6 +33,7 @@ from fsdptool.memory.simulation.ledger import OPTIMIZER
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.memory.tracing import make_trace as building
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.trace import Trace
 
@@ -78,10 +79,11 @@ _traces: dict[Any, Trace] = {}
 def compare(setting: Setting) -> dict[str, Any]:
     """Return both peaks; ranks and resharding share a trace, as they do in a search."""
     inputs = inputs_of(setting)
+    run = resolve_run(inputs.recipe, inputs.settings)
     key = (setting.family, setting.precision, setting.checkpointing, setting.method, setting.layout)
     if key not in _traces:
         _traces.clear()
-        _traces[key] = building.make_trace(inputs.spec, inputs.recipe, inputs.settings, "cuda", None)
+        _traces[key] = building.make_trace(inputs.spec, run, "cuda")
     trace = _traces[key]
     if not trace.known:
         return {"error": "; ".join(trace.unknowns)}
@@ -90,7 +92,9 @@ def compare(setting: Setting) -> dict[str, Any]:
     played = simulate(trace, rank, mesh, inputs.recipe)
     simulated = played.ledger.best - played.ledger.at_best[OPTIMIZER]
     seen = observe(
-        lambda: building.trained_model(inputs.spec, inputs.recipe, inputs.settings, inputs.units),
+        lambda: building.trained_model(
+            inputs.spec, resolve_run(inputs.recipe, inputs.settings), inputs.units
+        ),
         inputs.units,
         objective_for(inputs.recipe, inputs.spec),
         family_of(inputs.spec).batch_spec(inputs.spec.config, inputs.recipe),

@@ -20,6 +20,7 @@ from matrix import FAMILIES
 from settings import Setting, inputs_of, read_setting
 
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.plan import Footprint
 
@@ -33,7 +34,7 @@ BEGIN, END = "<!-- accuracy: begin (benchmarks/memory/report.py) -->", "<!-- acc
 def predict(setting: Setting) -> Footprint:
     """Return the prediction for a row."""
     inputs = inputs_of(setting)
-    traced = trace(inputs.spec, inputs.recipe, inputs.settings)
+    traced = trace(inputs.spec, resolve_run(inputs.recipe, inputs.settings))
     return footprint(
         traced,
         inputs.units,

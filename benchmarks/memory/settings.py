@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.inspection import inspect
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.codec import from_json
@@ -136,7 +137,8 @@ def inputs_of(setting: Setting) -> RunInputs:
     recipe, settings = records_of(setting)
     spec = resolve(setting.reference, overrides=setting.overrides)
     anatomy = inspect(spec)
-    units = plan_units(anatomy, recipe, settings)
+    run = resolve_run(recipe, settings)
+    recipe, units = run.recipe, plan_units(anatomy, run)
     teacher = recipe.method.distillation is not None
     return RunInputs(
         Path(),
@@ -145,5 +147,5 @@ def inputs_of(setting: Setting) -> RunInputs:
         spec,
         units,
         teacher_spec=spec if teacher else None,
-        teacher_units=plan_teacher(anatomy, recipe, settings) if teacher else None,
+        teacher_units=plan_teacher(anatomy, run) if teacher else None,
     )

@@ -19,6 +19,7 @@ os.environ["FSDPTOOL_CACHE"] = tempfile.mkdtemp(prefix="fsdptool-speed-")
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.mesh import ParallelDims
@@ -50,10 +51,10 @@ def main() -> None:
 def _warm(reference: str) -> None:
     """Trace a small model once, so that lazily imported modules are loaded."""
     recipe = Recipe(ModelChoice(reference), batch=Batch(sequence_length=128))
-    trace(resolve(reference), recipe, FsdpSettings(num_processes=8), use_cache=False)
+    trace(resolve(reference), resolve_run(recipe, FsdpSettings(num_processes=8)), use_cache=False)
     moe = "qwen3-moe:30b-a3b"
     recipe = Recipe(ModelChoice(moe), batch=Batch(sequence_length=128))
-    trace(resolve(moe), recipe, FsdpSettings(num_processes=8), use_cache=False)
+    trace(resolve(moe), resolve_run(recipe, FsdpSettings(num_processes=8)), use_cache=False)
 
 
 def _row(reference: str, ranks: int) -> dict[str, Any]:
@@ -62,15 +63,17 @@ def _row(reference: str, ranks: int) -> dict[str, Any]:
     settings = FsdpSettings(num_processes=ranks, activation_checkpointing=True)
     row: dict[str, Any] = {"reference": reference}
     began, busy = time.perf_counter(), time.process_time()
-    trace(spec, recipe, settings)
+    trace(spec, resolve_run(recipe, settings))
     row["trace_cold_seconds"] = round(time.perf_counter() - began, 3)
     row["trace_cold_cpu_seconds"] = round(time.process_time() - busy, 3)
     began = time.perf_counter()
-    kept = trace(spec, recipe, settings)
+    kept = trace(spec, resolve_run(recipe, settings))
     row["trace_cached_seconds"] = round(time.perf_counter() - began, 3)
     anatomy = inspect(spec)
     plans = [
-        plan_units(anatomy, recipe, dataclasses.replace(settings, reshard_after_forward=kept_after))
+        plan_units(
+            anatomy, resolve_run(recipe, dataclasses.replace(settings, reshard_after_forward=kept_after))
+        )
         for kept_after in (True, False)
     ]
     began, busy = time.perf_counter(), time.process_time()

@@ -36,6 +36,7 @@ from ranks import train
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Sharding
 
@@ -146,7 +147,7 @@ def _memory(
             recipe, batch=dataclasses.replace(recipe.batch, accumulation=accumulation, height=64, width=64)
         )
         inputs = inputs_for(wide, path, recipe, mesh=dims, num_processes=world)
-        traced = trace(inputs.spec, recipe, inputs.settings, use_cache=False)
+        traced = trace(inputs.spec, resolve_run(recipe, inputs.settings), use_cache=False)
         mesh_sizes = dims.resolve(world).with_experts(recipe.sharding.expert_parallel)
         planned = footprint(traced, inputs.units, mesh_sizes, recipe, profile="cpu-gloo").allocated_peak_bytes
         measured: int = pool.run(

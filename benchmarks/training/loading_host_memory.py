@@ -61,6 +61,7 @@ def ours(folder: Path) -> Callable[[], Any]:
     """Return a function that loads through the trainer, with everything before the weights done."""
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.resolve import resolve_run
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings
@@ -71,7 +72,7 @@ def ours(folder: Path) -> Callable[[], Any]:
     settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")
     choice = ModelChoice(str(folder), weights="pretrained")
     recipe = Recipe(model=choice, batch=Batch(micro_batch=1, sequence_length=16), steps=1)
-    plan = plan_units(inspect(spec), recipe, settings)
+    plan = plan_units(inspect(spec), resolve_run(recipe, settings))
     session = open_session(settings)
     return lambda: build_sharded(spec, choice, plan, settings, session, recipe=recipe, seed=0)[0]
 

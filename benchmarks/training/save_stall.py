@@ -54,6 +54,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
     """Save in both ways in turn on one rank; rank 0 writes the times."""
     from fsdptool.distributed.session import open_session
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.resolve import resolve_run
     from fsdptool.modeling.units import plan_units
     from fsdptool.records.recipe import Batch, Checkpoints, ModelChoice, Recipe
     from fsdptool.records.sharding import FsdpSettings
@@ -75,7 +76,7 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
         batch=Batch(micro_batch=1, sequence_length=LENGTH),
         steps=1,
     )
-    units = plan_units(inspect(spec), recipe, settings)
+    units = plan_units(inspect(spec), resolve_run(recipe, settings))
     result = assemble(RunInputs(Path(folder), recipe, settings, spec, units), open_session(settings))
     state = RunState(result.model, result.optimizer, Position(), 0, rank)  # type: ignore[arg-type]
     savers = {

@@ -17,11 +17,11 @@ def list_differences(anatomy: Anatomy, settings: FsdpSettings, sharding: Shardin
         One sentence per difference, largest consequence first; empty when there is none.
     """
     from fsdptool.errors import FsdptoolError
-    from fsdptool.layout import group
+    from fsdptool.layout import group, resolve_sharding
 
-    native = group(anatomy, settings, sharding, layout="native")
+    native = group(anatomy, resolve_sharding(settings, sharding, layout="native"))
     try:
-        plain = group(anatomy, settings, Sharding(layout="accelerate"), layout="accelerate")
+        plain = group(anatomy, resolve_sharding(settings, layout="accelerate"))
     except FsdptoolError as error:
         return (f"accelerate 1.15 cannot run it: {error.message}",)
     differences = [*_precision(native, plain), *_recipe_only(sharding), *_units(native, plain)]

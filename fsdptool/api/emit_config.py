@@ -146,10 +146,11 @@ def prepare_emission(options: EmissionOptions) -> Emission:
         tp=options["tp"],
     )
     if settings.mesh.tp > 1 and emission.anatomy is not None and emission.recipe is not None:
+        from fsdptool.modeling.resolve import resolve_run
         from fsdptool.modeling.units import plan_units
 
         # What cannot be divided is refused by name before anything is written.
-        plan_units(emission.anatomy, emission.recipe, settings)
+        plan_units(emission.anatomy, resolve_run(emission.recipe, settings))
     return replace(emission, settings=settings)
 
 

@@ -210,17 +210,19 @@ def expect(
     """Return what a live model should be; arguments and errors as :func:`prove`."""
     import torch.distributed as dist
 
-    from fsdptool.layout import group
+    from fsdptool.layout import group, resolve_sharding
+    from fsdptool.modeling.resolve import resolve_run
     from fsdptool.modeling.units import plan_units
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     planned, ep = _read(planned), 1
     if isinstance(planned, FsdpSettings):
         settings, peak = planned, None
-        units = group(live_anatomy(model), settings, Sharding(layout=layout, reduce_dtype=None))
+        sharding = resolve_sharding(settings, Sharding(layout=layout, reduce_dtype=None))
+        units = group(live_anatomy(model), sharding)
     else:
         recipe, settings, anatomy, peak = _chosen(planned, layout, trust_remote_code=trust_remote_code)
-        units, ep = plan_units(anatomy, recipe, settings), recipe.sharding.expert_parallel
+        units, ep = plan_units(anatomy, resolve_run(recipe, settings)), recipe.sharding.expert_parallel
     wanted = settings.num_processes
     ranks: tuple[Difference, ...] = ()
     if wanted not in (None, -1, world):

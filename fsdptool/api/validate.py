@@ -267,6 +267,7 @@ def _smallest_run(
     anatomy: Anatomy, gpu: Gpu, settings: FsdpSettings, layout: Layout, gpus: int, machines: int
 ) -> tuple[int | None, int | None]:
     """Return needed and usable bytes per GPU at micro-batch 1."""
+    from fsdptool.modeling.resolve import resolve_run
     from fsdptool.planning import predict
     from fsdptool.planning.clusters import make_cluster
     from fsdptool.source import adapted
@@ -280,7 +281,8 @@ def _smallest_run(
     recipe = adapted(recipe, anatomy.spec)
     bandwidth = 25e9 if machines > 1 else None
     cluster = make_cluster(gpu, gpus // machines, machines, inter_node_bandwidth=bandwidth)
-    candidate = predict(anatomy.spec, anatomy, recipe, settings, cluster=cluster)
+    run = resolve_run(recipe, settings, ranks=cluster.world_size)
+    candidate = predict(anatomy.spec, anatomy, run, cluster=cluster)
     return candidate.device_total_bytes, candidate.usable_bytes
 
 

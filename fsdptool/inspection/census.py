@@ -139,11 +139,13 @@ def unit_plan(anatomy: Anatomy, *, layout: str = "native") -> UnitPlan:
     Raises:
         ConfigError: The layout does not support this model (accelerate's, mostly).
     """
-    from fsdptool.layout import group
+    from fsdptool.layout import group, resolve_sharding
 
     classes = anatomy.wrap.classes
     settings = FsdpSettings(wrap_policy="transformer" if classes else "none", wrap_classes=classes)
-    return group(anatomy, settings, layout="accelerate" if layout == "accelerate" else "native")
+    return group(
+        anatomy, resolve_sharding(settings, layout="accelerate" if layout == "accelerate" else "native")
+    )
 
 
 def with_concern(anatomy: Anatomy, census: Census) -> Anatomy:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.census import Census
-from fsdptool.layout import group
+from fsdptool.layout import group, resolve_sharding
 from fsdptool.layout.accelerate import NoForwardError
 from fsdptool.records.anatomy import Anatomy, NoSplitEntry, Parameter, WrapChoice
 from fsdptool.records.diagnostic import Diagnostic
@@ -137,14 +137,14 @@ def _refused(anatomy: Anatomy) -> Iterator[Diagnostic]:
     classes = anatomy.wrap.classes
     settings = FsdpSettings(wrap_policy="transformer" if classes else "none", wrap_classes=classes)
     try:
-        group(anatomy, settings, layout="accelerate")
+        group(anatomy, resolve_sharding(settings, layout="accelerate"))
     except ConfigError as error:
         yield _warn(REFUSED, error.message, error.help or "train with fsdptool's native layout")
 
 
 def _by_size(anatomy: Anatomy) -> Iterator[Diagnostic]:
     try:
-        group(anatomy, FsdpSettings(wrap_policy="size"), layout="accelerate")
+        group(anatomy, resolve_sharding(FsdpSettings(wrap_policy="size"), layout="accelerate"))
     except NoForwardError as error:
         yield _info(SIZE_REFUSED, error.message, error.help or "wrap by class instead")
     except ConfigError:
@@ -178,7 +178,7 @@ def _names(anatomy: Anatomy, census: Census) -> Iterator[Diagnostic]:
     if set(names) == set(choice.classes):
         return
     try:
-        group(anatomy, FsdpSettings(wrap_classes=names), layout="accelerate")
+        group(anatomy, resolve_sharding(FsdpSettings(wrap_classes=names), layout="accelerate"))
     except ConfigError as error:
         yield _warn(NAMES_REFUSED, f"with the current _no_split_modules: {error.message}", explicit)
     if missed := [name for name in choice.classes if name not in names]:

@@ -147,9 +147,10 @@ def match_moment(seen: str, plan: Candidate | None) -> str | None:
 
 def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.resolve import resolve_run
     from fsdptool.planning.estimator import Estimator
     from fsdptool.planning.hardware import machine_for
-    from fsdptool.planning.search_point import read_search_point
+    from fsdptool.planning.search_point import point_of
     from fsdptool.planning.suggestions import suggest
     from fsdptool.records.cluster import Cluster, device_profile
     from fsdptool.records.plan import PlanInputs
@@ -163,11 +164,10 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
     cluster = cluster or Cluster(None, prepared.per_machine, prepared.world_size // prepared.per_machine)
     recipe, settings = prepared.recipe, prepared.settings
     try:
-        estimator = Estimator(
-            prepared.spec, inspect(prepared.spec), recipe, settings, profile=profile, loop=OWN_LOOP
-        )
+        run = resolve_run(recipe, settings, ranks=cluster.world_size)
+        estimator = Estimator(prepared.spec, inspect(prepared.spec), run, profile=profile)
         machine = machine_for(cluster.gpu)
-        point = read_search_point(recipe, settings, cluster)
+        point = point_of(run)
         requested = estimator.candidate("requested", point, cluster, machine)
         inputs = PlanInputs(recipe, settings, (cluster,), (machine,), profile=profile, loop=OWN_LOOP)
         return suggest(estimator, inputs, point, requested)

@@ -19,6 +19,7 @@ from fsdptool.records.command_documents import Unchecked
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
 from fsdptool.runs.trackers import check_trackers
@@ -113,22 +114,24 @@ def prepare(
     if recipe.steps is None and recipe.epochs is None:
         raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
     recipe, spec = _model(recipe, recipe_path)
-    method_of(recipe).check(recipe, settings)
-    check_context(spec, recipe, settings)
+    run = _resolve(recipe, settings, world_size)
+    # The folder keeps the batch as it was given: a run may be resumed on other ranks.
+    recipe = replace(run.recipe, batch=recipe.batch)
+    check_context(spec, run)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
-    units = plan_units(anatomy, recipe, settings)
-    teacher_spec, teacher_units = _teacher(recipe, settings, recipe_path)
+    units = plan_units(anatomy, run)
+    teacher_spec, teacher_units = _teacher(run, recipe_path)
     if teacher_spec is not None:
         method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
     if with_data or dry_run:
-        _check_share(recipe, settings)
+        _check_libraries(recipe)
     if with_data and not made_up:
         _check_data(recipe, spec)
     elif dry_run:
         check_place(recipe.data)
-    prediction, notes = _predict(spec, anatomy, recipe, settings, device) if with_prediction else (None, ())
+    prediction, notes = _predict(spec, anatomy, run, device) if with_prediction else (None, ())
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
         _check_data(recipe, spec)
@@ -156,6 +159,17 @@ def prepare(
             *(() if with_data else ("data",)),
         ),
     )
+
+
+def _resolve(recipe: Recipe, settings: FsdpSettings, ranks: int) -> ResolvedRun:
+    """Return the run, after refusing a global batch that the ranks cannot share."""
+    from fsdptool.modeling.methods import method_of
+    from fsdptool.modeling.resolve import resolve_run
+    from fsdptool.training.data.build import share_of
+
+    method_of(recipe).check(recipe, settings)
+    share_of(recipe, rank=0, world=settings.mesh.resolve(ranks).data_ranks)
+    return resolve_run(recipe, settings, ranks=ranks)
 
 
 def _model(recipe: Recipe, path: Path) -> tuple[Recipe, ModelSpec]:
@@ -242,30 +256,25 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})", help="save it as UTF-8") from None
 
 
-def _teacher(
-    recipe: Recipe, settings: FsdpSettings, recipe_path: Path
-) -> tuple[ModelSpec | None, UnitPlan | None]:
+def _teacher(run: ResolvedRun, recipe_path: Path) -> tuple[ModelSpec | None, UnitPlan | None]:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.units import plan_teacher
     from fsdptool.source import check_weights, resolve_choice
 
-    choice = method_of(recipe).teacher_choice(recipe)
+    choice = method_of(run.recipe).teacher_choice(run.recipe)
     if choice is None:
         return None, None
     spec = resolve_choice(choice, recipe_path.parent)
     check_weights(spec, choice)
-    return spec, plan_teacher(inspect(spec), recipe, settings)
+    return spec, plan_teacher(inspect(spec), run)
 
 
-def _check_share(recipe: Recipe, settings: FsdpSettings) -> None:
-    """Refuse a global batch that the ranks cannot share, and what the installed libraries cannot train."""
+def _check_libraries(recipe: Recipe) -> None:
+    """Refuse what the installed libraries cannot train."""
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.optimizers import check_optimizer
-    from fsdptool.training.data.build import share_of
 
-    mesh = settings.mesh.resolve(settings.num_processes or 1)
-    share_of(recipe, rank=0, world=mesh.data_ranks)
     check_optimizer(recipe.optimizer)
     method_of(recipe).check_libraries(recipe)
 
@@ -277,26 +286,19 @@ def _check_data(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def _predict(
-    spec: ModelSpec, anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings, device: Device
+    spec: ModelSpec, anatomy: Anatomy, run: ResolvedRun, device: Device
 ) -> tuple[Candidate | None, tuple[str, ...]]:
     from fsdptool.planning.estimator import predict
 
     try:
         cluster = None
         if device == "cuda":
-            cluster = local_cluster(settings)
-        candidate = predict(
-            spec,
-            anatomy,
-            recipe,
-            settings,
-            cluster=cluster,
-            profile=device_profile(device),
-        )
+            cluster = local_cluster(run.settings)
+        candidate = predict(spec, anatomy, run, cluster=cluster, profile=device_profile(device))
     except FsdptoolError as error:
         return None, (f"memory could not be predicted: {error.message}",)
-    if recipe.data.padded == "longest":
-        length = recipe.batch.sequence_length
+    if run.recipe.data.padded == "longest":
+        length = run.recipe.batch.sequence_length
         return candidate, (
             f"memory was predicted for sequences of {length} tokens; micro-batches whose longest sample is "
             "shorter need less (`fsdptool plan --lengths` predicts them)",

@@ -10,7 +10,8 @@ from __future__ import annotations
 from fsdptool.errors import ConfigError
 from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy, Parameter
-from fsdptool.records.sharding import FsdpSettings, Unit
+from fsdptool.records.resolved_run import ResolvedSharding
+from fsdptool.records.sharding import Unit
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """What ``accelerate launch`` exports when the file names no size (``FSDP_MIN_NUM_PARAMS``)."""
@@ -21,19 +22,20 @@ class NoForwardError(ConfigError):
 
 
 def accelerate_units(
-    anatomy: Anatomy, settings: FsdpSettings, ignored: set[str], saved: tuple[str, ...] = ()
+    anatomy: Anatomy, sharding: ResolvedSharding, ignored: set[str], saved: tuple[str, ...] = ()
 ) -> tuple[Unit, ...]:
     """Return the units accelerate 1.15 makes of this model, in call order, the root last.
 
     Args:
         anatomy: The model.
-        settings: Wrap policy, classes, reshard flag.
+        sharding: Wrap policy and classes, true or false for resharding, whether blocks are recomputed.
         ignored: Names of parameters left out of sharding.
         saved: Selectors of what recomputation finds saved.
 
     Raises:
         ConfigError: accelerate or torch would refuse this model with these settings.
     """
+    reshard_blocks = bool(sharding.reshard_after_forward)
     tree = ModuleTree(anatomy)
     units: list[Unit] = []
     taken: set[str] = set()
@@ -56,14 +58,14 @@ def accelerate_units(
             )
             units.append(unit)
 
-    for path in _wrapped(anatomy, tree, settings):
-        shard("block", [path], settings.reshard_after_forward, settings.activation_checkpointing)
+    for path in _wrapped(anatomy, tree, sharding):
+        shard("block", [path], reshard_blocks, sharding.recomputes)
 
     embedding, head = anatomy.input_embedding, anatomy.output_embedding
     tied = _weight(tree, embedding) is not None and _weight(tree, embedding) is _weight(tree, head)
     if not tied and embedding is not None and embedding not in taken:
         _refuse_nested(tree, embedding, taken)
-        shard("embedding", [embedding], settings.reshard_after_forward)
+        shard("embedding", [embedding], reshard_blocks)
     tail = (anatomy.final_norm, embedding, head) if tied else (anatomy.final_norm, head)
     present = [path for path in tail if path is not None and path not in taken]
     if present:
@@ -73,17 +75,17 @@ def accelerate_units(
     return tuple(units)
 
 
-def _wrapped(anatomy: Anatomy, tree: ModuleTree, settings: FsdpSettings) -> list[str]:
-    if settings.wrap_policy == "none":
-        if settings.activation_checkpointing:
+def _wrapped(anatomy: Anatomy, tree: ModuleTree, sharding: ResolvedSharding) -> list[str]:
+    if sharding.wrap_policy == "none":
+        if sharding.recomputes:
             raise ConfigError(
                 "accelerate 1.15 crashes on activation checkpointing with NO_WRAP",
                 help="wrap by class (TRANSFORMER_BASED_WRAP), or switch activation checkpointing off",
             )
         return []
-    if settings.wrap_policy == "size":
-        return _by_size(tree, settings.min_num_params or DEFAULT_MIN_NUM_PARAMS)
-    classes = settings.wrap_classes or anatomy.no_split_modules
+    if sharding.wrap_policy == "size":
+        return _by_size(tree, sharding.min_num_params or DEFAULT_MIN_NUM_PARAMS)
+    classes = sharding.wrap_classes or anatomy.no_split_modules
     live = {module.class_name for module in tree.modules.values()}
     for name in classes:
         if name not in live:

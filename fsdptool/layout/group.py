@@ -13,7 +13,8 @@ from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
 from fsdptool.records.recipe import Layout, Sharding
-from fsdptool.records.sharding import FsdpSettings, Grouping, Loading, Unit, UnitPlan
+from fsdptool.records.resolved_run import ResolvedSharding
+from fsdptool.records.sharding import FsdpSettings, Grouping, Unit, UnitPlan
 
 _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers
@@ -22,12 +23,43 @@ _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 
+def resolve_sharding(
+    settings: FsdpSettings, sharding: Sharding | None = None, *, layout: Layout | None = None
+) -> ResolvedSharding:
+    """Return how a model is sharded: what the file says and what the recipe adds, in one.
+
+    A recipe's number of ranks goes before the file's true or false for resharding. The file switches
+    activation checkpointing on, and the recipe says how much is recomputed.
+
+    Args:
+        settings: What the accelerate YAML says.
+        sharding: What the recipe adds; None takes its defaults.
+        layout: Overrides ``sharding.layout``.
+    """
+    sharding = sharding if sharding is not None else Sharding()
+    layout = layout if layout is not None else sharding.layout
+    recomputed = (sharding.checkpointing or Checkpointing()) if settings.activation_checkpointing else None
+    return ResolvedSharding(
+        layout=layout,
+        wrap_policy=settings.wrap_policy,
+        wrap_classes=settings.wrap_classes,
+        min_num_params=settings.min_num_params,
+        ignored_modules=settings.ignored_modules,
+        grouping=sharding.grouping,
+        reshard_after_forward=sharding.reshard_after_forward or settings.reshard_after_forward,
+        checkpointing=recomputed or Checkpointing("none"),
+        compute_dtype=compute_dtype(settings, sharding, layout),
+        reduce_dtype=sharding.reduce_dtype,
+        output_dtype=sharding.output_dtype,
+        cpu_offload=settings.cpu_offload,
+        prefetch=sharding.units_ahead,
+    )
+
+
 def group(
     anatomy: Anatomy,
-    settings: FsdpSettings,
-    sharding: Sharding | None = None,
+    sharding: ResolvedSharding,
     *,
-    layout: Layout | None = None,
     replicated: Collection[str] = (),
     experts: Sequence[str] = (),
 ) -> UnitPlan:
@@ -35,56 +67,52 @@ def group(
 
     Args:
         anatomy: The model as it will be trained (after LoRA injection, if any).
-        settings: What the accelerate YAML says.
-        sharding: What the recipe adds; None takes its defaults.
-        layout: Overrides ``sharding.layout``.
+        sharding: How it is sharded.
         replicated: Names of further parameters kept whole on every rank (LoRA adapters).
         experts: Paths of the modules whose experts an expert-parallel group shares out.
 
     Raises:
         ConfigError: The settings do not suit the model; the message names the class or parameter.
     """
-    sharding = sharding if sharding is not None else Sharding()
-    chosen = layout if layout is not None else sharding.layout
-    ignored = _ignored(anatomy, settings) | set(replicated)
+    ignored = _ignored(anatomy, sharding.ignored_modules) | set(replicated)
     # fully_shard refuses 0-dim parameters (torch 2.13, _verify_managed_param), and the reduction of gradients
     # refuses empty ones (_chunk_cat): there is nothing to cut.
     whole = {parameter.fqn for parameter in anatomy.parameters if not parameter.shape or not parameter.numel}
-    if chosen == "accelerate":
+    if sharding.layout == "accelerate":
         _refuse_extras(sharding)
         _refuse_uncuttable(anatomy, whole - ignored)
-        policy = sharding.checkpointing or Checkpointing()
+        policy = sharding.checkpointing
         (selection,) = policy.per_block(1) if policy.mode == "selective" else (BlockPolicy(1),)
-        units = accelerate_units(anatomy, settings, ignored, selection.saved)
-        dtypes = accelerate_dtypes(settings)
+        units = accelerate_units(anatomy, sharding, ignored, selection.saved)
+        dtypes = accelerate_dtypes(sharding)
     else:
         ignored |= whole
-        units = native_units(anatomy, settings, sharding, ignored, experts)
-        dtypes = native_dtypes(anatomy, settings, sharding)
+        units = native_units(anatomy, sharding, ignored, experts)
+        dtypes = native_dtypes(anatomy, sharding)
     _refuse_hookless(anatomy, units)
     return UnitPlan(
-        layout=chosen,
+        layout=sharding.layout,
         units=units,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
         output_dtype=dtypes.output,
         master_dtype=dtypes.master,
         input_dtype=dtypes.inputs,
-        exact_inputs=() if chosen == "accelerate" else family_of(anatomy.spec).exact_inputs,
+        exact_inputs=() if sharding.layout == "accelerate" else family_of(anatomy.spec).exact_inputs,
         ignored=tuple(parameter for parameter in anatomy.parameters if parameter.fqn in ignored),
-        cpu_offload=settings.cpu_offload,
-        prefetch=1 if chosen == "accelerate" else sharding.units_ahead,
+        cpu_offload=sharding.cpu_offload,
+        prefetch=1 if sharding.layout == "accelerate" else sharding.prefetch,
     )
 
 
-def _ignored(anatomy: Anatomy, settings: FsdpSettings) -> set[str]:
-    if settings.ignored_modules is None:
+def _ignored(anatomy: Anatomy, expression: str | None) -> set[str]:
+    if expression is None:
         return set()
     try:
-        pattern = re.compile(settings.ignored_modules)
+        pattern = re.compile(expression)
     except re.error as error:
         raise ConfigError(
-            f"ignored_modules {settings.ignored_modules!r} is not a regular expression: {error}",
+            f"ignored_modules {expression!r} is not a regular expression: {error}",
             help="it is matched in full against module paths, as accelerate does",
         ) from error
     paths = [module.path for module in anatomy.modules if pattern.fullmatch(module.path)]
@@ -117,8 +145,8 @@ def _refuse_hookless(anatomy: Anatomy, units: Iterable[Unit]) -> None:
             )
 
 
-def _refuse_extras(sharding: Sharding) -> None:
-    if sharding.reshard_after_forward is not None:
+def _refuse_extras(sharding: ResolvedSharding) -> None:
+    if not isinstance(sharding.reshard_after_forward, bool):
         raise ConfigError(
             f"sharding.reshard_after_forward: {sharding.reshard_after_forward} is not supported in the"
             " accelerate layout: accelerate 1.15 supports only true and false",
@@ -129,7 +157,7 @@ def _refuse_extras(sharding: Sharding) -> None:
             "sharding.grouping is not supported in the accelerate layout, which groups as accelerate does",
             help="use the native layout, or leave the key out",
         )
-    if sharding.checkpointing is not None and sharding.checkpointing.mode == "per_block":
+    if sharding.checkpointing.mode == "per_block":
         raise ConfigError(
             "sharding.checkpointing.mode per_block is not supported in the accelerate layout: accelerate 1.15"
             " checkpoints every wrapped block",
@@ -137,17 +165,13 @@ def _refuse_extras(sharding: Sharding) -> None:
         )
 
 
-def compute_dtype(settings: FsdpSettings, sharding: Sharding) -> str | None:
-    """Return the dtype parameters are cast to for computing; None leaves them as they are stored."""
-    own = sharding.param_dtype if sharding.layout == "native" else None
+def compute_dtype(settings: FsdpSettings, sharding: Sharding, layout: Layout) -> str | None:
+    """Return the dtype parameters are cast to for computing; None leaves them as they are stored.
+
+    accelerate has no other dtype for parameters than the one of its mixed precision.
+    """
+    own = sharding.param_dtype if layout == "native" else None
     return own or _COMPUTE[settings.mixed_precision]
-
-
-def default_loading(layout: Layout, settings: FsdpSettings) -> Loading:
-    """Return how the program that a layout is made for fills the model on GPUs."""
-    if layout == "native":
-        return "rows"
-    return "broadcast" if settings.cpu_ram_efficient_loading else "units"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +185,23 @@ class Dtypes:
     inputs: str | None
 
 
-def accelerate_dtypes(settings: FsdpSettings) -> Dtypes:
+def accelerate_dtypes(sharding: ResolvedSharding) -> Dtypes:
     """Return what accelerate 1.15 sets: one dtype for parameters, reduction and outputs.
 
     Trainable parameters are upcast to fp32 masters whenever precision is not ``no``
     (``accelerate/utils/fsdp_utils.py:fsdp2_prepare_model``).
     """
-    compute = compute_dtype(settings, Sharding(layout="accelerate"))
+    compute = sharding.compute_dtype
     return Dtypes(compute, compute, compute, "float32" if compute else None, compute)
 
 
-def native_dtypes(anatomy: Anatomy, settings: FsdpSettings, sharding: Sharding) -> Dtypes:
+def native_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:
     """Return the trainer's own: fp32 masters under mixed precision, reduction never narrower than asked.
 
     ``reduce_dtype`` only widens: with fp32 or fp64 gradients an fp32 request changes nothing. Without
     mixed precision inputs follow the parameters: FSDP2 would hand fp32 latents to a bf16 model.
     """
-    compute = compute_dtype(settings, sharding)
+    compute = sharding.compute_dtype
     master = "float32" if compute else None
     gradient = compute or _widest_trainable(anatomy)
     requested = sharding.reduce_dtype

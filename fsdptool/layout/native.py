@@ -19,9 +19,9 @@ from fsdptool.errors import ConfigError
 from fsdptool.layout.accelerate import DEFAULT_MIN_NUM_PARAMS
 from fsdptool.layout.tree import ModuleTree
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
-from fsdptool.records.recipe import Sharding
-from fsdptool.records.sharding import FsdpSettings, Unit, UnitKind
+from fsdptool.records.checkpointing import BlockPolicy
+from fsdptool.records.resolved_run import ResolvedSharding
+from fsdptool.records.sharding import Unit, UnitKind
 
 _EMBEDDING_SHARE = 0.01
 """An embedding below this share of the parameters is not worth a collective of its own."""
@@ -66,8 +66,7 @@ class _Builder:
 
 def native_units(
     anatomy: Anatomy,
-    settings: FsdpSettings,
-    sharding: Sharding,
+    sharding: ResolvedSharding,
     ignored: set[str],
     experts: Sequence[str] = (),
 ) -> tuple[Unit, ...]:
@@ -75,8 +74,7 @@ def native_units(
 
     Args:
         anatomy: The model (after LoRA injection, if any).
-        settings: Wrap policy, classes, reshard flag, checkpointing on or off.
-        sharding: The integer reshard, the checkpointing mode and the grouping outside the blocks.
+        sharding: Wrap policy and classes, resharding, checkpointing, and the grouping outside the blocks.
         ignored: Names of parameters left out of sharding.
         experts: Paths of modules that are units of their own, sharded over fewer ranks than the others.
 
@@ -84,14 +82,13 @@ def native_units(
         ConfigError: A wrap class is not in the model, or is the whole model.
     """
     tree = ModuleTree(anatomy)
-    reshard: bool | int = sharding.reshard_after_forward or settings.reshard_after_forward
-    builder = _Builder(tree, ignored, reshard, [], set())
-    blocks = block_paths(anatomy, tree, settings)
+    builder = _Builder(tree, ignored, sharding.reshard_after_forward, [], set())
+    blocks = block_paths(anatomy, tree, sharding)
     for path in experts:
         builder.shard("experts", [path], reshard=builder.reshard)
     _shard_unused(builder, blocks)
     _shard_shared(builder, blocks)
-    _shard_blocks(builder, blocks, settings, sharding)
+    _shard_blocks(builder, blocks, sharding)
     if sharding.grouping.embedding == "unit":
         _shard_embeddings(builder, anatomy, blocks)
     if sharding.grouping.head == "tail":
@@ -100,12 +97,12 @@ def native_units(
     return tuple(builder.units)
 
 
-def block_paths(anatomy: Anatomy, tree: ModuleTree, settings: FsdpSettings) -> list[str]:
+def block_paths(anatomy: Anatomy, tree: ModuleTree, sharding: ResolvedSharding) -> list[str]:
     """Return the paths the wrap policy makes blocks of, children first."""
-    if settings.wrap_policy == "none":
+    if sharding.wrap_policy == "none":
         return []
-    if settings.wrap_policy == "size":
-        minimum = settings.min_num_params or DEFAULT_MIN_NUM_PARAMS
+    if sharding.wrap_policy == "size":
+        minimum = sharding.min_num_params or DEFAULT_MIN_NUM_PARAMS
         return [
             path
             for path in tree.postorder()
@@ -113,7 +110,7 @@ def block_paths(anatomy: Anatomy, tree: ModuleTree, settings: FsdpSettings) -> l
             and tree.modules[path].forwards
             and sum(parameter.numel for parameter in tree.subtree(path)) > minimum
         ]
-    classes = settings.wrap_classes or anatomy.wrap.classes
+    classes = sharding.wrap_classes or anatomy.wrap.classes
     live = {module.class_name for path, module in tree.modules.items() if path}
     for name in classes:
         if name not in live:
@@ -153,22 +150,15 @@ def _shard_shared(builder: _Builder, blocks: list[str]) -> None:
         builder.shard("shared", sorted(group), reshard=builder.reshard)
 
 
-def _shard_blocks(builder: _Builder, blocks: list[str], settings: FsdpSettings, sharding: Sharding) -> None:
+def _shard_blocks(builder: _Builder, blocks: list[str], sharding: ResolvedSharding) -> None:
     policies: dict[str, BlockPolicy] = {}
     outermost = [path for path in blocks if _inside(path, blocks) == path]
     kept = outermost[-1:] if sharding.grouping.last_block == "gathered" else []
-    if checkpoints(settings, sharding):
-        policy = sharding.checkpointing or Checkpointing()
-        policies = dict(zip(outermost, policy.per_block(len(outermost)), strict=True))
+    if sharding.recomputes:
+        policies = dict(zip(outermost, sharding.checkpointing.per_block(len(outermost)), strict=True))
     for path in blocks:
         reshard = False if path in kept else builder.reshard
         builder.shard("block", [path], reshard=reshard, policy=policies.get(path))
-
-
-def checkpoints(settings: FsdpSettings, sharding: Sharding) -> bool:
-    """Return whether blocks are recomputed: the file switches it on, the recipe says how."""
-    mode = sharding.checkpointing.mode if sharding.checkpointing is not None else "full"
-    return settings.activation_checkpointing and mode != "none"
 
 
 def _shard_unused(builder: _Builder, blocks: list[str]) -> None:

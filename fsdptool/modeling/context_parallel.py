@@ -9,6 +9,7 @@ from fsdptool.errors import ConfigError
 if TYPE_CHECKING:
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
+    from fsdptool.records.resolved_run import ResolvedRun
     from fsdptool.records.sharding import FsdpSettings
 
 _LENGTH_ROPES = frozenset({"dynamic", "longrope", "su"})
@@ -35,7 +36,7 @@ def attention_kinds(config: Any) -> list[str]:
     return []
 
 
-def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> None:
+def check_context(spec: ModelSpec, run: ResolvedRun) -> None:
     """Refuse context parallelism where results would not be those of whole sequences.
 
     What a configuration does not tell is refused in the first forward
@@ -43,16 +44,15 @@ def check_context(spec: ModelSpec, recipe: Recipe, settings: FsdpSettings) -> No
 
     Args:
         spec: The model; a distillation's teacher is checked by itself.
-        recipe: How it is trained.
-        settings: Says over how many ranks sequences are split, and how.
+        run: How it is trained, over how many ranks sequences are split, and how.
 
     Raises:
         ConfigError: It cannot be split; names what and why.
     """
-    size = settings.mesh.cp
+    size = run.mesh.cp
     if size < 2:
         return
-    reason = _unsplit(spec, recipe, size) or _unpassed(recipe, settings)
+    reason = _unsplit(spec, run.recipe, size) or _unpassed(run.recipe, run.settings)
     if reason is not None:
         raise ConfigError(f"cp_size {size} is not supported: {reason}", help="set cp_size to 1")
 

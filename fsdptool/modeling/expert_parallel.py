@@ -10,8 +10,7 @@ back: an expert's gradient holds the tokens of its whole group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,24 +55,6 @@ def _send(rows: Tensor, sent: Sequence[int], came: Sequence[int], group: TensorG
     return result
 
 
-_worst = False
-
-
-@contextmanager
-def worst_routing() -> Iterator[None]:
-    """Let models that are made inside, for groups without processes, receive the tokens of all ranks.
-
-    The most that any routing sends to one rank: every token of the group chooses as many of its experts as
-    it can.
-    """
-    global _worst
-    _worst = True
-    try:
-        yield
-    finally:
-        _worst = False
-
-
 def spread(module: nn.Module, count: int, group: TensorGroup, alike: TensorGroup = ALONE) -> None:
     """Let a module of fused experts compute for its whole group; it holds a part of the experts already.
 
@@ -82,13 +63,14 @@ def spread(module: nn.Module, count: int, group: TensorGroup, alike: TensorGroup
             [tokens, choices] (transformers 5, ``integrations/moe.py``).
         count: Experts of the whole model.
         group: The ranks that hold the others. Without a process group (the memory tracer), as many tokens
-            arrive as are sent, what a balanced router would bring; see :func:`worst_routing`.
+            arrive as are sent, what a balanced router would bring, or those of all ranks
+            (:attr:`~fsdptool.modeling.tensor_group.TensorGroup.worst_routing`).
         alike: The ranks of a tensor-parallel group that hold the same tokens: each sends a part of them, and
             all gather the results.
     """
     compute: Callable[..., Tensor] = module.forward
     signature = inspect.signature(compute)
-    held, worst = count // group.size, _worst
+    held = count // group.size
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden, index, weights = signature.bind(*args, **kwargs).args
@@ -107,7 +89,7 @@ def spread(module: nn.Module, count: int, group: TensorGroup, alike: TensorGroup
         if group.process_group is None:
             sent = _parts(flat.numel(), group.size)
             most = hidden.shape[0] * min(choices, held) * group.size
-            came = _parts(most if worst else flat.numel(), group.size)
+            came = _parts(most if group.worst_routing else flat.numel(), group.size)
             local = torch.zeros(sum(came), dtype=flat.dtype, device=flat.device)
         else:
             sent, came, local = _counted(flat, (count, held), group.process_group)

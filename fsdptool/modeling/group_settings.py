@@ -9,16 +9,17 @@ from fsdptool.layout.refusals import EXPERT
 from fsdptool.modeling.optimizers import optimizer_spec
 
 if TYPE_CHECKING:
-    from fsdptool.records.recipe import Lora, Recipe
-    from fsdptool.records.sharding import FsdpSettings
+    from fsdptool.records.recipe import Lora
+    from fsdptool.records.resolved_run import ResolvedRun
 
 
-def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
+def check_tensor_parallel(run: ResolvedRun) -> None:
     """Refuse what cannot be trained over a tensor-parallel group, before anything is written.
 
     Raises:
         ConfigError: Names the setting.
     """
+    recipe = run.recipe
     spec = optimizer_spec(recipe.optimizer)
     reason = None
     if not spec.elementwise:
@@ -27,12 +28,12 @@ def check_tensor_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
         reason = why
     elif recipe.sharding.compile:
         reason = "sharding.compile does not support the sums over the group"
-    elif settings.mixed_precision == "fp8":
+    elif run.settings.mixed_precision == "fp8":
         reason = "mixed_precision fp8 scales whole layers"
     if reason is not None:
         raise ConfigError(f"tp_size is not supported: {reason}", help="set tp_size to 1, or change it")
     if recipe.sharding.sequence_parallel:
-        _refuse_uneven(recipe, settings)
+        _refuse_uneven(run)
 
 
 def _undivided(lora: Lora) -> str | None:
@@ -44,21 +45,21 @@ def _undivided(lora: Lora) -> str | None:
     return f"method.lora.{used[0]} is trained on whole layers" if used else None
 
 
-def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
+def check_expert_parallel(run: ResolvedRun) -> None:
     """Refuse what cannot be trained over an expert-parallel group, before anything is written.
 
     Raises:
         ConfigError: Names the setting.
     """
-    size, sharding, spec = recipe.sharding.expert_parallel, recipe.sharding, optimizer_spec(recipe.optimizer)
+    recipe, sharding, spec = run.recipe, run.sharding, optimizer_spec(run.recipe.optimizer)
     reason = None
     if sharding.layout != "native":
         reason = f"the {sharding.layout} layout has no units of experts"
-    elif sharding.reshard_after_forward is not None:
+    elif not isinstance(sharding.reshard_after_forward, bool):
         reason = "experts are sharded over fewer ranks than sharding.reshard_after_forward assumes"
-    elif sharding.compile:
+    elif recipe.sharding.compile:
         reason = "compiled blocks cannot exchange tokens in numbers that change with each batch"
-    elif settings.ignored_modules is not None:
+    elif sharding.ignored_modules is not None:
         reason = "ignored_modules may leave experts out of sharding"
     elif not spec.elementwise:
         reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
@@ -67,22 +68,18 @@ def check_expert_parallel(recipe: Recipe, settings: FsdpSettings) -> None:
     if reason is not None:
         name = EXPERT.removesuffix(":")
         raise ConfigError(
-            f"{EXPERT} {size} is not supported: {reason}", help=f"set {name} to 1, or change it"
+            f"{EXPERT} {run.mesh.ep} is not supported: {reason}", help=f"set {name} to 1, or change it"
         )
-    dims = settings.mesh
-    if settings.num_processes is not None and not any(dims.violations(settings.num_processes)):
-        dims = dims.resolve(settings.num_processes)
-    dims.with_experts(size)
 
 
-def _refuse_uneven(recipe: Recipe, settings: FsdpSettings) -> None:
+def _refuse_uneven(run: ResolvedRun) -> None:
     """Refuse sequences that the ranks of a group cannot divide evenly.
 
     Raises:
         ConfigError: Names the length.
     """
-    length, mesh = recipe.batch.sequence_length, settings.mesh
-    if recipe.data.padded == "longest":
+    length, mesh = run.recipe.batch.sequence_length, run.mesh
+    if run.recipe.data.padded == "longest":
         raise ConfigError(
             "sharding.sequence_parallel needs sequences of one length",
             help="pack them, or set data.padding: length",

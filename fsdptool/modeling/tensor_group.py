@@ -35,12 +35,16 @@ class TensorGroup:
         rank: Which of them this is.
         process_group: Their process group; None computes alone, with the same tensors (the memory tracer).
         experts: The expert-parallel group beside it, or None.
+        worst_routing: Whether this rank of an expert-parallel group without processes receives the tokens of
+            all ranks: every token of the group chooses as many of its experts as it can, the most that any
+            routing sends to one rank.
     """
 
     size: int
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     experts: TensorGroup | None = None
+    worst_routing: bool = False
 
     def of(self, placement: Placement) -> TensorGroup:
         """Return the group over which a parameter is divided."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode, resized
-from fsdptool.layout import compute_dtype, group
+from fsdptool.layout import group
 from fsdptool.layout.placements import merged, placements, published
 from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
 from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.modeling.group_settings import check_expert_parallel, check_tensor_parallel
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.objective import objective_for
+from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.source import adapted
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from fsdptool.inspection.api import Inspection
     from fsdptool.records.anatomy import Anatomy
-    from fsdptool.records.sharding import FsdpSettings, UnitPlan
+    from fsdptool.records.resolved_run import ResolvedRun
+    from fsdptool.records.sharding import UnitPlan
     from fsdptool.records.tensor_plan import TensorPlan
 
 KIND = "trained"
@@ -50,26 +52,6 @@ class TrainedModel:
     published: Anatomy | None = None
 
 
-def with_stored_dtypes(recipe: Recipe, settings: FsdpSettings) -> Recipe:
-    """Return the recipe with every ``dtype: auto`` decided.
-
-    A trained model is stored in fp32, because its updates are smaller than what 16 bits resolve. A frozen
-    one is stored in the dtype that it computes in: FSDP2 would cast each gathered parameter to it anyway
-    (torch 2.13, ``FSDPParam.init_dtype_attrs``), so fp32 shards would double its memory and change no result.
-    """
-    frozen: Any = compute_dtype(settings, recipe.sharding) or "float32"
-    method, model = recipe.method, recipe.model
-    if model.dtype == "auto":
-        model = dataclasses.replace(model, dtype=frozen if method_of(recipe).freezes_model else "float32")
-    distillation = method.distillation
-    if distillation is not None and distillation.teacher.dtype == "auto":
-        teacher = dataclasses.replace(distillation.teacher, dtype=frozen)
-        method = dataclasses.replace(method, distillation=dataclasses.replace(distillation, teacher=teacher))
-    if model is recipe.model and method is recipe.method:
-        return recipe
-    return dataclasses.replace(recipe, model=model, method=method)
-
-
 def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> TrainedModel:
     """Return the anatomy of the model as the recipe trains it.
 
@@ -77,7 +59,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> T
 
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
-        recipe: Method and dtype, which is decided (:func:`with_stored_dtypes`).
+        recipe: Method and dtype; ``auto`` is decided (:func:`fsdptool.modeling.resolve.resolve_run`).
         use_cache: Whether to read and keep cached answers.
 
     Raises:
@@ -150,50 +132,46 @@ def _restored(data: Any, published: Anatomy) -> TrainedModel | None:
     return TrainedModel(dataclasses.replace(published, **changes), replicated, published)
 
 
-def plan_units(anatomy: Anatomy | TrainedModel, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+def plan_units(anatomy: Anatomy | TrainedModel, run: ResolvedRun) -> UnitPlan:
     """Return the units of a run.
 
     Args:
         anatomy: Of the model as published, or what :func:`as_trained` made of it.
-        recipe: Method, dtype and sharding extras.
-        settings: What the accelerate YAML says.
+        run: Method, dtypes, sharding and mesh.
 
     Raises:
         ConfigError: The settings or the method do not suit the model.
     """
-    recipe = with_stored_dtypes(recipe, settings)
-    if recipe.sharding.expert_parallel > 1:
-        check_expert_parallel(recipe, settings)
-    if settings.mesh.tp > 1:
-        check_tensor_parallel(recipe, settings)
-    trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, recipe)
-    experts = _expert_division(trained, recipe)
+    if run.mesh.ep > 1:
+        check_expert_parallel(run)
+    if run.mesh.tp > 1:
+        check_tensor_parallel(run)
+    trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, run.recipe)
+    experts = _expert_division(trained, run.mesh.ep)
     spread = [module.path for module in experts.modules] if experts is not None else []
-    tensor = _tensor_division(trained, recipe, settings, spread)
+    tensor = _tensor_division(trained, run, spread)
     anatomy, placed = trained.anatomy, None
     for plan in (tensor, experts):
         if plan is not None:
             own = placements(trained.anatomy.parameters, plan)
             anatomy, placed = localise(anatomy, plan), own if placed is None else merged(placed, own)
-    units = group(anatomy, settings, recipe.sharding, replicated=trained.replicated, experts=spread)
+    units = group(anatomy, run.sharding, replicated=trained.replicated, experts=spread)
     return dataclasses.replace(units, tensor=tensor, experts=experts, placements=placed or ())
 
 
-def _expert_division(trained: TrainedModel, recipe: Recipe) -> TensorPlan | None:
-    """Return how a group shares out the experts of the published model, or None."""
-    if recipe.sharding.expert_parallel == 1:
+def _expert_division(trained: TrainedModel, ranks: int) -> TensorPlan | None:
+    """Return how a group of ranks shares out the experts of the published model, or None."""
+    if ranks == 1:
         return None
-    plan = plan_expert_parallel(trained.published or trained.anatomy, recipe.sharding.expert_parallel)
+    plan = plan_expert_parallel(trained.published or trained.anatomy, ranks)
     refuse_indivisible(plan, EXPERT)
     return plan
 
 
-def _tensor_division(
-    trained: TrainedModel, recipe: Recipe, settings: FsdpSettings, spread: Sequence[str]
-) -> TensorPlan | None:
+def _tensor_division(trained: TrainedModel, run: ResolvedRun, spread: Sequence[str]) -> TensorPlan | None:
     """Return how a group divides the layers of the published model, but for the experts shared out."""
-    if settings.mesh.tp == 1:
-        if recipe.sharding.sequence_parallel:
+    if run.mesh.tp == 1:
+        if run.recipe.sharding.sequence_parallel:
             raise ConfigError(
                 "sharding.sequence_parallel needs a tensor-parallel group",
                 help="set tp_size above 1 in the accelerate file, or leave sharding.sequence_parallel out",
@@ -201,9 +179,9 @@ def _tensor_division(
         return None
     plan = plan_tensor_parallel(
         trained.published or trained.anatomy,
-        settings.mesh.tp,
-        vocabulary=_divides_vocabulary(trained, recipe),
-        sequence=recipe.sharding.sequence_parallel,
+        run.mesh.tp,
+        vocabulary=_divides_vocabulary(trained, run.recipe),
+        sequence=run.recipe.sharding.sequence_parallel,
         without=spread,
     )
     refuse_indivisible(plan, TENSOR)
@@ -221,7 +199,7 @@ def _divides_vocabulary(trained: TrainedModel, recipe: Recipe) -> bool:
     return not any(adapter and name.rpartition(".")[0] in ends for name, adapter in changed)
 
 
-def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
+def plan_teacher(anatomy: Anatomy, run: ResolvedRun) -> UnitPlan:
     """Return the units of a method's teacher: frozen, never recomputed, resharded after forward.
 
     Every unit is resharded, whatever the settings say of the student's: a teacher has no backward that
@@ -235,8 +213,7 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
             f"the teacher {anatomy.spec.reference.id} is a LoRA adapter, and teachers are whole models",
             help="merge it into its base, and name that",
         )
-    recipe = with_stored_dtypes(recipe, settings)
-    choice = method_of(recipe).teacher_choice(recipe)
+    choice = method_of(run.recipe).teacher_choice(run.recipe)
     assert choice is not None
     frozen = dataclasses.replace(
         _as_built(anatomy, choice),
@@ -246,9 +223,9 @@ def plan_teacher(anatomy: Anatomy, recipe: Recipe, settings: FsdpSettings) -> Un
     )
     # The wrap classes of the file are the student's; a teacher of another architecture has its own.
     live = {module.class_name for module in anatomy.modules}
-    classes = tuple(name for name in settings.wrap_classes if name in live) or anatomy.wrap.classes
-    own = dataclasses.replace(settings, wrap_classes=classes, activation_checkpointing=False)
-    plan = group(frozen, own, dataclasses.replace(recipe.sharding, checkpointing=None))
+    classes = tuple(name for name in run.sharding.wrap_classes if name in live) or anatomy.wrap.classes
+    own = dataclasses.replace(run.sharding, wrap_classes=classes, checkpointing=Checkpointing("none"))
+    plan = group(frozen, own)
     units = tuple(dataclasses.replace(unit, reshard_after_forward=True) for unit in plan.units)
     return dataclasses.replace(plan, units=units)
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import Weights, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.objective import objective_for
-from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
 from fsdptool.planning.hardware import expands, machine_for, workspaces
@@ -20,7 +18,7 @@ from fsdptool.planning.notes import CONTEXT_PARALLEL, EXPERT_PARALLEL, TENSOR_PA
 from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.reserved_peaks import ReservedPeaks
-from fsdptool.planning.search_point import apply_search_point, read_search_point, resolve_dims
+from fsdptool.planning.search_point import at_point, point_of
 from fsdptool.planning.step_time import (
     Cost,
     Timing,
@@ -42,11 +40,10 @@ from fsdptool.planning.verdict import check_fit
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
-from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.plan import OWN_LOOP, Candidate, SearchPoint, TrainingLoop
+from fsdptool.records.plan import Candidate, SearchPoint
 from fsdptool.records.plan_details import StoredDtypes
-from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.records.resolved_run import ResolvedRun
+from fsdptool.records.sharding import UnitPlan
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared
@@ -57,8 +54,7 @@ if TYPE_CHECKING:
 def predict(
     spec: ModelSpec,
     anatomy: Anatomy,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    run: ResolvedRun,
     *,
     cluster: Cluster | None = None,
     profile: DeviceProfile = "cuda",
@@ -68,18 +64,17 @@ def predict(
 
     Args:
         spec, anatomy: The model.
-        recipe: How it is trained.
-        settings: What the accelerate YAML says; its mesh must suit the cluster.
-        cluster: What it is trained on; None: CPU processes, as many as the settings name.
+        run: How it is trained.
+        cluster: What it is trained on; None: CPU processes, as many as the run has ranks.
         profile: Device profile.
         machine: Overheads and efficiencies; None takes the shipped table's.
 
     Raises:
         PlanError: The inputs contradict each other; the message names the pair.
     """
-    cluster = cluster if cluster is not None else Cluster(None, settings.num_processes or 1)
-    estimator = Estimator(spec, anatomy, recipe, settings, profile=profile, loop=OWN_LOOP)
-    point = read_search_point(recipe, settings, cluster)
+    point = point_of(run)
+    cluster = cluster if cluster is not None else Cluster(None, point.ranks)
+    estimator = Estimator(spec, anatomy, run, profile=profile)
     return estimator.candidate("requested", point, cluster, machine or machine_for(cluster.gpu))
 
 
@@ -98,18 +93,15 @@ class Estimator:
 
     Args:
         spec, anatomy: The model.
-        recipe, settings: What no search point changes.
+        run: What no search point changes, and whose loop trains it.
         profile: Device profile whose memory is predicted.
-        loop: What is assumed about the training loop.
         worst_routing: Whether the tokens of a whole expert-parallel group come to one rank.
     """
 
     spec: ModelSpec
     anatomy: Anatomy
-    recipe: Recipe
-    settings: FsdpSettings
+    run: ResolvedRun
     profile: DeviceProfile = "cuda"
-    loop: TrainingLoop = field(default_factory=TrainingLoop)
     worst_routing: bool = False
     _traces: dict[str, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[Cost]] = field(default_factory=dict)
@@ -124,8 +116,7 @@ class Estimator:
     confidence: Literal["verified", "unverified"] = "verified"
 
     def __post_init__(self) -> None:
-        """Decide the recipe's ``dtype: auto``."""
-        self.recipe = with_stored_dtypes(self.recipe, self.settings)
+        """Open the cache of reserved peaks."""
         self._reserved = ReservedPeaks(self.anatomy)
 
     def candidate(
@@ -148,24 +139,19 @@ class Estimator:
             replay: Replay the caching allocator for the reserved peak (about a second) instead of
                 taking the machine's ratio; None: with the detail.
         """
-        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        key, trace = self._trace(recipe, settings)
-        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
-        rank = self._rank(point, recipe, settings, mesh)
-        loading = self.loop.loading or default_loading(recipe.sharding.layout, settings)
-        expandable = expands(cluster, self.loop)
+        run = at_point(self.run, point, cluster)
+        key, trace = self._trace(run)
+        rank = self._rank(point, run)
+        expandable = expands(cluster, run.loop)
         footprint = self._reserved.foresee(
             trace,
             rank.memory,
-            mesh,
-            recipe,
-            settings=settings,
+            run,
             traced=(key, self.worst_routing),
             timeline=detail,
             reserved=self.profile == "cuda" and (detail if replay is None else replay),
             expandable=expandable,
             workspaces=workspaces(cluster),
-            loop=replace(self.loop, loading=loading),
         )
         self.unknowns |= dict.fromkeys(footprint.unknowns)
         if footprint.confidence != "verified":
@@ -178,21 +164,20 @@ class Estimator:
             if point.cp > 1:
                 self.notes[CONTEXT_PARALLEL] = None
                 # Its group of experts may span ranks that share a sequence.
-                alone = replace(settings, mesh=replace(settings.mesh, cp=1, dp_shard=None))
-                key, worked = self._trace(recipe, alone)
+                key, worked = self._trace(replace(run, mesh=replace(run.mesh, cp=1)))
             if worked.known and trace.known:
-                if point.tp > 1 and "async_tp" not in self.loop.assumed:
+                if point.tp > 1 and "async_tp" not in run.loop.assumed:
                     self.notes[TENSOR_PARALLEL] = None
-                if self.loop.assumed:
-                    self.notes[assumed_note(self.loop)] = None
+                if run.loop.assumed:
+                    self.notes[assumed_note(run.loop)] = None
                 if point.ep > 1:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
-                timing = self._time(point, rank, trace, work, recipe, mesh, cluster, cluster.gpu, machine)
+                timing = self._time(point, rank, trace, work, run, cluster, cluster.gpu, machine)
         candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
-        flops = self._work(worked, rank) * (recipe.batch.accumulation * mesh.data_ranks)
+        flops = self._work(worked, rank) * (point.accumulation * point.data_parallel)
         if cluster.gpu is None:
             return replace(candidate, step_flops=flops)
         peak = peak_flops(cluster.gpu, worked.compute_dtype)
@@ -207,8 +192,7 @@ class Estimator:
         rank: RankState,
         trace: Trace,
         work: tuple[str, Trace],
-        recipe: Recipe,
-        mesh: ParallelDims,
+        run: ResolvedRun,
         cluster: Cluster,
         gpu: Gpu,
         machine: Machine,
@@ -218,9 +202,9 @@ class Estimator:
         group = make_ring(cluster, machine, ranks=point.tp)
         exchange = make_all_to_all(cluster, machine, ranks=point.ep)
 
-        assumed = self.loop.assumed
-        compiled = recipe.sharding.compile or "compile" in assumed
-        float8 = compiled and (self.settings.mixed_precision == "fp8" or "float8" in assumed)
+        assumed = run.loop.assumed
+        compiled = run.recipe.sharding.compile or "compile" in assumed
+        float8 = compiled and (run.settings.mixed_precision == "fp8" or "float8" in assumed)
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
@@ -255,9 +239,17 @@ class Estimator:
             if part is None or whole is None or not (part.known and whole.known):
                 return None
             teacher = stages(rank.teacher_traffic, rank.memory.teacher.plan, part, whole, "teacher")
-        sequences = objective_for(recipe, self.spec).sequences
-        run = (recipe, mesh, cluster, machine)
-        return time_candidate(rank.traffic, student, *run, teacher=teacher, sequences=sequences)
+        sequences = objective_for(run.recipe, self.spec).sequences
+        return time_candidate(
+            rank.traffic,
+            student,
+            run.recipe,
+            run.mesh,
+            cluster,
+            machine,
+            teacher=teacher,
+            sequences=sequences,
+        )
 
     def _work(self, trace: Trace, rank: RankState) -> float:
         if id(trace) not in self._flops:
@@ -268,11 +260,11 @@ class Estimator:
 
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
         """Return what one micro-batch does at a point."""
-        return self._trace(*apply_search_point(point, self.recipe, self.settings, cluster))[1]
+        return self._trace(at_point(self.run, point, cluster))[1]
 
     def units_of(self, point: SearchPoint, cluster: Cluster) -> UnitPlan:
         """Return the units at a point."""
-        return self._plan_units(*apply_search_point(point, self.recipe, self.settings, cluster))
+        return self._plan_units(at_point(self.run, point, cluster))
 
     def states(self, point: SearchPoint, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
@@ -283,9 +275,7 @@ class Estimator:
 
     def rank_of(self, point: SearchPoint, cluster: Cluster) -> Rank:
         """Return what rank 0 holds at a point."""
-        recipe, settings = apply_search_point(point, self.recipe, self.settings, cluster)
-        mesh = resolve_dims(settings.mesh, cluster.world_size, point.ep)
-        return self._rank(point, recipe, settings, mesh).memory.rank
+        return self._rank(point, at_point(self.run, point, cluster)).memory.rank
 
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
@@ -316,26 +306,23 @@ class Estimator:
             compute=(plan.param_dtype,) if plan.param_dtype else (),
         )
 
-    def _trace(self, recipe: Recipe, settings: FsdpSettings) -> tuple[str, Trace]:
+    def _trace(self, run: ResolvedRun) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""
         from fsdptool.memory.tracing.tracer import trace, traced_configuration
 
-        key = json.dumps(traced_configuration(recipe, settings), sort_keys=True)
+        key = json.dumps(traced_configuration(run), sort_keys=True)
         if key not in self._traces:
             self._traces[key] = trace(
                 self.spec,
-                recipe,
-                settings,
+                run,
+                trained=self._as_trained(),
+                teacher=self._teacher_anatomy(),
                 worst_routing=self.worst_routing,
-                own_loss=self.loop.own_loss,
-                masked=self.loop.masked,
             )
             self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]
 
-    def _rank(
-        self, point: SearchPoint, recipe: Recipe, settings: FsdpSettings, mesh: ParallelDims
-    ) -> RankState:
+    def _rank(self, point: SearchPoint, run: ResolvedRun) -> RankState:
         """Return what a rank stores and moves: once for all points that differ in their batch only."""
         from fsdptool.memory import prepared
 
@@ -353,41 +340,50 @@ class Estimator:
             point.prefetch,
             point.reduce_dtype,
         )
-        key = (*grouped, mesh.shard_degree, point.optimizer_implementation)
+        key = (*grouped, run.mesh.shard_degree, point.optimizer_implementation)
         if key not in self._ranks:
             if grouped not in self._units:
-                self._units[grouped] = self._plan_units(recipe, settings)
+                self._units[grouped] = self._plan_units(run)
             memory = prepared(
                 self._units[grouped],
-                mesh,
-                recipe,
+                run.mesh,
+                run.recipe,
                 profile=self.profile,
-                teacher=self._teacher_units(recipe, settings),
-                trace=self._trace(recipe, settings)[1],
+                teacher=self._teacher_units(run),
+                trace=self._trace(run)[1],
             )
             teacher = measure_traffic(memory.teacher) if memory.teacher is not None else None
             self._ranks[key] = RankState(memory, measure_traffic(memory.rank), teacher)
         return self._ranks[key]
 
-    def _plan_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan:
-        from fsdptool.modeling.units import as_trained, plan_units
+    def _plan_units(self, run: ResolvedRun) -> UnitPlan:
+        from fsdptool.modeling.units import plan_units
+
+        return plan_units(self._as_trained(), run)
+
+    def _as_trained(self) -> TrainedModel:
+        """Return the model as it will be trained."""
+        from fsdptool.modeling.units import as_trained
 
         if self._trained is None:
-            self._trained = as_trained(self.anatomy, recipe)
-        return plan_units(self._trained, recipe, settings)
+            self._trained = as_trained(self.anatomy, self.run.recipe)
+        return self._trained
 
-    def _teacher_units(self, recipe: Recipe, settings: FsdpSettings) -> UnitPlan | None:
-        """Return the units of a distillation's teacher; its anatomy is inspected once."""
-        from fsdptool.modeling.methods import method_of
+    def _teacher_units(self, run: ResolvedRun) -> UnitPlan | None:
+        """Return the units of a distillation's teacher, or None."""
         from fsdptool.modeling.units import plan_teacher
 
-        choice = method_of(recipe).teacher_choice(recipe)
-        if choice is None:
-            return None
+        teacher = self._teacher_anatomy()
+        return plan_teacher(teacher, run) if teacher is not None else None
 
-        if self._teacher is None:
+    def _teacher_anatomy(self) -> Anatomy | None:
+        """Return a distillation's teacher, which is inspected once, or None."""
+        from fsdptool.modeling.methods import method_of
+
+        choice = method_of(self.run.recipe).teacher_choice(self.run.recipe)
+        if choice is not None and self._teacher is None:
             from fsdptool.inspection import inspect
             from fsdptool.source import resolve_choice
 
             self._teacher = inspect(resolve_choice(choice))
-        return plan_teacher(self._teacher, recipe, settings)
+        return self._teacher

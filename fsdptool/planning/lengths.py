@@ -167,8 +167,9 @@ def _unsupported(spec: ModelSpec, inputs: PlanInputs, point: SearchPoint) -> str
 
 def _candidate(estimator: Estimator, inputs: PlanInputs, point: SearchPoint, length: int) -> Candidate:
     """Return the configuration with sequences of ``length`` tokens."""
-    batch = replace(estimator.recipe.batch, sequence_length=length)
-    at_length = replace(estimator, recipe=replace(estimator.recipe, batch=batch))
+    recipe = estimator.run.recipe
+    recipe = replace(recipe, batch=replace(recipe.batch, sequence_length=length))
+    at_length = replace(estimator, run=replace(estimator.run, recipe=recipe))
     cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
     return at_length.candidate("length", point, cluster, machine, detail=False, replay=True)
 

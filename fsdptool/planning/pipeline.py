@@ -18,7 +18,6 @@ from fsdptool.planning.hardware import expands
 from fsdptool.planning.overlap import StepTime, network_bandwidth
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
 from fsdptool.planning.reserved_peaks import ReservedPeaks
-from fsdptool.planning.search_point import apply_search_point
 from fsdptool.planning.stage_cut import VirtualStage, cut_trace, cut_units, divide, find_stack, sent_bytes
 from fsdptool.planning.step_time import Timing
 from fsdptool.planning.verdict import check_fit
@@ -106,7 +105,7 @@ def plan_pipeline(
         PlanError: The model or the micro-batches cannot be divided so.
     """
     small = stage_cluster(pipeline, cluster)
-    if estimator.recipe.method.name == "distillation":
+    if estimator.run.recipe.method.name == "distillation":
         raise PlanError("--pp does not plan the teacher of a distillation", help="leave --pp out")
     # The whole model at the stage's mesh: its trace, its units and the work of a step.
     whole = estimator.candidate("whole", point, small, machine, detail=False, replay=False)
@@ -151,7 +150,7 @@ def plan_pipeline(
         verdict,
         timing,
         machine,
-        expandable=expands(cluster, estimator.loop),
+        expandable=expands(cluster, estimator.run.loop),
     )
     candidate = replace(candidate, seconds=parts_of_step, step_flops=whole.step_flops)
     if whole.peak_flops and whole.step_flops and timing is not None:
@@ -331,9 +330,8 @@ def _time(
     parts["contention"] = parts.get("contention", 0.0) + seconds * (delay / alone - 1)
     seconds *= delay / alone
     step = StepTime(seconds=seconds, **parts)
-    recipe, _ = apply_search_point(point, estimator.recipe, estimator.settings, small)
     samples = point.global_batch / seconds
-    length = recipe.batch.sequence_length
+    length = estimator.run.recipe.batch.sequence_length
     timing = Timing(step, samples * length if length is not None else None, samples)
     return timing, {**step.parts(), "pipeline_bubble": idle, "pipeline_transfers": transfer}
 

@@ -13,6 +13,7 @@ from typing import Any
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import batch_spec, sample_size
+from fsdptool.modeling.resolve import on_ranks, resolve_run
 from fsdptool.planning.advice import advise, advise_lengths
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
@@ -31,7 +32,7 @@ from fsdptool.planning.request import Request
 from fsdptool.planning.requested_recipe import check_sizes
 from fsdptool.planning.routing import routing, routing_note
 from fsdptool.planning.search import run_search
-from fsdptool.planning.search_point import apply_search_point, point_flags, read_search_point
+from fsdptool.planning.search_point import at_point, files_of, point_flags, point_of
 from fsdptool.planning.shortfall import find_shortfall, leanest
 from fsdptool.planning.suggestions import avoid_fragmentation, improve, suggest
 from fsdptool.planning.verdict import HEADROOM
@@ -42,7 +43,8 @@ from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
 from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint
 from fsdptool.records.plan_details import LargestBatch, PlanDetails, PlannedModel
-from fsdptool.records.recipe import Batch, Optimizer, Recipe, Sharding
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
@@ -116,56 +118,34 @@ def make_plan(
     """
     inputs = request.inputs
     check_sizes(inputs.recipe)
-    _requested_points(inputs)  # contradictions between sizes are reported before anything is built
+    runs = _requested_runs(inputs)  # contradictions between sizes are reported before anything is built
     spec, anatomy = model if model is not None else inspect_model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
-    noticed = [*request.diagnostics, *_serious(spec.diagnostics)]
-    plan = search(spec, anatomy, inputs, progress=progress, diagnostics=noticed)
+    noticed = [*request.diagnostics, *_serious(spec.diagnostics), *_serious(anatomy.diagnostics)]
+    decided = replace(inputs.recipe, model=runs[0].recipe.model, method=runs[0].recipe.method)
+    inputs = suited(spec, replace(inputs, recipe=decided, model=describe_model(spec, anatomy)))
+    run = replace(
+        runs[0], recipe=replace(runs[0].recipe, objective=inputs.recipe.objective), loop=inputs.loop
+    )
+    estimator = Estimator(spec, anatomy, run, profile=inputs.profile)
+    requested = [point_of(run, index) for index, run in enumerate(runs)]
+    if inputs.pipeline.ranks > 1:
+        plan = _plan_stages(estimator, inputs, requested[0], noticed)
+    else:
+        tried: tuple[LargestBatch, ...] = ()
+        if inputs.max_batch:
+            requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
+        result = run_search(estimator, inputs, requested, progress=progress)
+        plan = _conclude(estimator, inputs, requested, result, noticed, tried, progress)
     return replace(plan, unread=request.unread)
 
 
-def search(
-    spec: ModelSpec,
-    anatomy: Anatomy,
-    inputs: PlanInputs,
-    *,
-    progress: Progress | None = None,
-    diagnostics: Sequence[Diagnostic] = (),
-) -> Plan:
-    """Evaluate configurations of a model that is already inspected; ``inputs.search`` is the scope.
-
-    Args:
-        spec, anatomy: The model.
-        inputs: The canonical inputs.
-        progress: Called with a line of progress from time to time.
-        diagnostics: What was noticed before; the plan carries it.
-
-    Raises:
-        PlanError: The inputs contradict each other.
-    """
-    requested = _requested_points(inputs)
-    inputs = replace(suited(spec, inputs), model=describe_model(spec, anatomy))
-    profile: Any = inputs.profile
-    estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings, profile=profile, loop=inputs.loop)
-    tried: tuple[LargestBatch, ...] = ()
-    noticed = [*diagnostics, *_serious(anatomy.diagnostics)]
-    if inputs.pipeline.ranks > 1:
-        return _plan_stages(estimator, inputs, requested[0], noticed)
-    if inputs.max_batch:
-        requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
-    result = run_search(estimator, inputs, requested, progress=progress)
-    return _conclude(estimator, inputs, requested, result, noticed, tried, progress)
-
-
-def _requested_points(inputs: PlanInputs) -> list[SearchPoint]:
-    """Where the person stands on each cluster; further offers size the sharded dimension themselves."""
-    free = replace(inputs.settings, mesh=replace(inputs.settings.mesh, dp_shard=None))
-    return [
-        read_search_point(
-            inputs.recipe, free if index else inputs.settings, stage_cluster(inputs.pipeline, cluster), index
-        )
-        for index, cluster in enumerate(inputs.clusters)
-    ]
+def _requested_runs(inputs: PlanInputs) -> list[ResolvedRun]:
+    """Return the requested run on each cluster; further clusters size the sharded dimension themselves."""
+    first, *others = (stage_cluster(inputs.pipeline, cluster).world_size for cluster in inputs.clusters)
+    run = resolve_run(inputs.recipe, inputs.settings, ranks=first, loop=inputs.loop)
+    free = replace(inputs.settings.mesh, dp_shard=None)
+    return [run, *(on_ranks(run, inputs.recipe.batch, free, ranks) for ranks in others)]
 
 
 def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
@@ -191,8 +171,9 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
         )
     candidate = chosen_candidate(plan)
     cluster = inputs.clusters[candidate.settings.cluster]
-    recipe, settings = apply_search_point(candidate.settings, inputs.recipe, inputs.settings, cluster)
-    return recipe, settings, cluster
+    ranks = stage_cluster(inputs.pipeline, inputs.clusters[0]).world_size
+    run = resolve_run(inputs.recipe, inputs.settings, ranks=ranks, loop=inputs.loop)
+    return *files_of(at_point(run, candidate.settings, cluster)), cluster
 
 
 def chosen_candidate(plan: Plan) -> Candidate:
@@ -261,11 +242,23 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
 def _decided_flags(inputs: PlanInputs, point: SearchPoint, sample: SampleSize) -> list[str]:
     """Return the flags that fix a point: the four that most runs turn on, others that are not usual, and the
     assumed size of a sample."""
-    usual = read_search_point(
-        replace(inputs.recipe, batch=Batch(), sharding=Sharding(), optimizer=Optimizer()),
-        FsdpSettings(),
-        inputs.clusters[point.cluster],
-        point.cluster,
+    usual = SearchPoint(
+        cluster=point.cluster,
+        layout="native",
+        wrap_policy="transformer",
+        wrap_classes=(),
+        micro_batch=1,
+        accumulation=1,
+        checkpointing="none",
+        reshard_after_forward=True,
+        dp_replicate=1,
+        dp_shard=inputs.clusters[point.cluster].world_size,
+        cp=1,
+        cpu_offload=False,
+        optimizer_implementation="auto",
+        prefetch=1,
+        reduce_dtype="float32",
+        gradients="sharded",
     )
     flags, unset = point_flags(point), point_flags(usual)
     always = ("micro_batch", "checkpointing", "reshard", "offload")

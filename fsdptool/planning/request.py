@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
-from fsdptool.modeling.units import with_stored_dtypes
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.followed_loop import follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
@@ -96,7 +95,7 @@ def read_request(options: Options) -> Request:
     if pipeline.ranks > 1:
         search = "none"
     inputs = PlanInputs(
-        recipe=with_stored_dtypes(recipe, settings),
+        recipe=recipe,
         settings=settings,
         clusters=clusters,
         machines=machines,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.cache import Store, source_digest
 from fsdptool.inspection.api import cache_parts
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import to_json
-from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.plan import Footprint, TrainingLoop
-from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.plan import Footprint
+from fsdptool.records.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import Prepared
@@ -40,27 +38,25 @@ class ReservedPeaks:
         self,
         trace: Trace,
         rank: Prepared,
-        mesh: ParallelDims,
-        recipe: Recipe,
+        run: ResolvedRun,
         *,
-        settings: FsdpSettings,
         traced: tuple[str, bool],
         timeline: bool,
         reserved: bool,
         expandable: bool,
         workspaces: tuple[int, ...],
-        loop: TrainingLoop,
     ) -> Footprint:
         """Return what ``fsdptool.memory.foresee`` does, with a reserved peak from the cache if it has one.
 
         Args:
-            trace, rank, mesh, recipe, timeline, reserved, expandable, workspaces, loop: As there.
-            settings: What the units follow from, with the recipe.
+            trace, rank, timeline, reserved, expandable, workspaces: As there.
+            run: Mesh, batch, optimizer and loop, and what the units follow from.
             traced: What the trace depends on beside the model, as text, and whether it routes at worst.
         """
         from fsdptool.memory import foresee
 
         key, peak = "", None
+        loop = replace(run.loop, loading=run.loading)
         # A teacher is a model of its own, which the key does not tell.
         if reserved and trace.known and rank.teacher is None:
             key = self._store.key(
@@ -68,20 +64,17 @@ class ReservedPeaks:
                     "model": self._described(),
                     "part": to_json(self.part),
                     "trace": traced,
-                    "recipe": to_json(recipe),
-                    "settings": to_json(settings),
-                    "mesh": to_json(mesh),
+                    "run": to_json(run),
                     "device": [to_json(rank.rank.device), expandable, workspaces],
-                    "loop": to_json(loop),
                 }
             )
             peak = self._kept(key)
         footprint = foresee(
             trace,
             rank,
-            mesh,
-            recipe,
-            saves=settings.state_dict_type,
+            run.mesh,
+            run.recipe,
+            saves=run.settings.state_dict_type,
             timeline=timeline,
             reserved=reserved,
             reserved_peak=peak,

@@ -1,56 +1,82 @@
-"""Search points: read from recipe and settings, and written back to them."""
+"""Search points: what a search varies of a run, and the run at such a point."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.errors import PlanError
+from fsdptool.layout import compute_dtype
+from fsdptool.modeling.resolve import size_mesh
 from fsdptool.records.checkpointing import format_policy, read_policy
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.mesh import GROUPS, PLANNED, TRAINED, ParallelDims
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings
 
 
-def read_search_point(
-    recipe: Recipe, settings: FsdpSettings, cluster: Cluster, index: int = 0
-) -> SearchPoint:
-    """Return where recipe and settings stand, with mesh and accumulation worked out for a cluster.
-
-    Raises:
-        PlanError: The mesh does not multiply to the ranks there are, the micro-batch does not divide
-            the global batch, or an integer reshard does not divide the ranks that share a copy.
-    """
-    batch, sharding = recipe.batch, recipe.sharding
-    mesh = resolve_dims(settings.mesh, cluster.world_size, sharding.expert_parallel)
-    _check_resharding(sharding.reshard_after_forward, mesh)
+def point_of(run: ResolvedRun, cluster: int = 0) -> SearchPoint:
+    """Return where a run stands in the search space; ``cluster`` is the index of its cluster."""
+    recipe, sharding, mesh = run.recipe, run.sharding, run.mesh
     sizes: dict[str, Any] = {item.name: mesh.size(item.name) for item in PLANNED}
     return SearchPoint(
-        cluster=index,
+        cluster=cluster,
         layout=sharding.layout,
-        wrap_policy=settings.wrap_policy,
-        wrap_classes=settings.wrap_classes,
-        micro_batch=batch.micro_batch,
-        accumulation=resolve_accumulation(recipe, mesh),
-        checkpointing=_checkpointing(recipe, settings),
-        reshard_after_forward=sharding.reshard_after_forward or settings.reshard_after_forward,
-        cpu_offload=settings.cpu_offload,
+        wrap_policy=sharding.wrap_policy,
+        wrap_classes=sharding.wrap_classes,
+        micro_batch=recipe.batch.micro_batch,
+        accumulation=recipe.batch.accumulation,
+        checkpointing=format_policy(sharding.checkpointing),
+        reshard_after_forward=sharding.reshard_after_forward,
+        cpu_offload=sharding.cpu_offload,
         optimizer_implementation=recipe.optimizer.implementation,
-        prefetch=sharding.units_ahead,
+        prefetch=sharding.prefetch,
         reduce_dtype=sharding.reduce_dtype,
-        gradients=sharding.accumulation,
+        gradients=recipe.sharding.accumulation,
         **sizes,
         # Of a group of one rank there is nothing to divide.
-        sequence_parallel=sharding.sequence_parallel and mesh.tp > 1,
+        sequence_parallel=recipe.sharding.sequence_parallel and mesh.tp > 1,
     )
 
 
-def _check_resharding(ranks: int | None, mesh: ParallelDims) -> None:
-    violation = mesh.reshard_violation(ranks) if ranks is not None else None
-    if violation is not None:
-        raise PlanError(f"reshard_after_forward: {violation}", help="use such a divisor, or true or false")
+def at_point(run: ResolvedRun, point: SearchPoint, cluster: Cluster) -> ResolvedRun:
+    """Return a run with a search point's fields in it, on a cluster.
+
+    Raises:
+        ConfigError, PlanError: The point's mesh does not suit the cluster.
+    """
+    recipe = run.recipe
+    mesh = ParallelDims(**{name: getattr(point, name) for name in TRAINED})
+    own = replace(recipe.sharding, accumulation=point.gradients, sequence_parallel=point.sequence_parallel)
+    return replace(
+        run,
+        recipe=replace(
+            recipe,
+            batch=replace(recipe.batch, micro_batch=point.micro_batch, accumulation=point.accumulation),
+            optimizer=replace(recipe.optimizer, implementation=point.optimizer_implementation),
+            sharding=own,
+        ),
+        settings=replace(
+            run.settings,
+            num_processes=cluster.world_size,
+            num_machines=cluster.nodes,
+            use_cpu=cluster.gpu is None,
+        ),
+        sharding=replace(
+            run.sharding,
+            layout=point.layout,
+            wrap_policy=point.wrap_policy,
+            wrap_classes=point.wrap_classes,
+            reshard_after_forward=point.reshard_after_forward,
+            checkpointing=read_policy(point.checkpointing),
+            compute_dtype=compute_dtype(run.settings, own, point.layout),
+            reduce_dtype=point.reduce_dtype,
+            cpu_offload=point.cpu_offload,
+            prefetch=point.prefetch,
+        ),
+        mesh=size_mesh(mesh, cluster.world_size, point.ep),
+    )
 
 
 def changed_settings(start: SearchPoint, point: SearchPoint) -> dict[str, Any]:
@@ -83,84 +109,29 @@ def point_flags(point: SearchPoint) -> dict[str, tuple[str, ...]]:
     return flags
 
 
-def apply_search_point(
-    point: SearchPoint, recipe: Recipe, settings: FsdpSettings, cluster: Cluster
-) -> tuple[Recipe, FsdpSettings]:
-    """Return recipe and settings as a search point sets them, ready to be written and run."""
-    policy = read_policy(point.checkpointing)
-    integer = not isinstance(point.reshard_after_forward, bool)
-    sharding = replace(
-        recipe.sharding,
-        layout=point.layout,
-        checkpointing=None if policy.mode in ("none", "full") else policy,
-        reshard_after_forward=point.reshard_after_forward if integer else None,
-        prefetch=point.prefetch,
-        reduce_dtype=point.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
-        accumulation=point.gradients,
-        sequence_parallel=point.sequence_parallel,
-        expert_parallel=point.ep,
+def files_of(run: ResolvedRun) -> tuple[Recipe, FsdpSettings]:
+    """Return the recipe and the settings that a run's files say: each setting where its owner says it."""
+    sharding, policy = run.sharding, run.sharding.checkpointing
+    reshard = sharding.reshard_after_forward
+    recipe = replace(
+        run.recipe,
+        sharding=replace(
+            run.recipe.sharding,
+            layout=sharding.layout,
+            checkpointing=None if policy.mode in ("none", "full") else policy,
+            reshard_after_forward=None if isinstance(reshard, bool) else reshard,
+            prefetch=sharding.prefetch,
+            reduce_dtype=sharding.reduce_dtype,  # type: ignore[arg-type]  # one of the record's literals
+            expert_parallel=run.mesh.ep,
+        ),
     )
-    batch = replace(
-        recipe.batch, micro_batch=point.micro_batch, accumulation=point.accumulation, global_batch=None
+    settings = replace(
+        run.settings,
+        wrap_policy=sharding.wrap_policy,
+        wrap_classes=sharding.wrap_classes,
+        reshard_after_forward=bool(reshard),
+        activation_checkpointing=sharding.recomputes,
+        cpu_offload=sharding.cpu_offload,
+        mesh=replace(run.settings.mesh, **{name: run.mesh.size(name) for name in TRAINED}),
     )
-    optimizer = replace(recipe.optimizer, implementation=point.optimizer_implementation)
-    turned = replace(
-        settings,
-        wrap_policy=point.wrap_policy,
-        wrap_classes=point.wrap_classes,
-        reshard_after_forward=bool(point.reshard_after_forward),
-        activation_checkpointing=policy.mode != "none",
-        cpu_offload=point.cpu_offload,
-        mesh=replace(settings.mesh, **{name: getattr(point, name) for name in TRAINED}),
-        num_processes=cluster.world_size,
-        num_machines=cluster.nodes,
-        use_cpu=cluster.gpu is None,
-    )
-    return replace(recipe, batch=batch, sharding=sharding, optimizer=optimizer), turned
-
-
-def resolve_dims(mesh: ParallelDims, world_size: int, experts: int = 1) -> ParallelDims:
-    """Return the mesh with every size known, ``experts`` ranks of it sharing out the experts.
-
-    Raises:
-        ConfigError: The mesh does not suit the experts' ranks.
-        PlanError: A size is not positive, cannot be planned, or they do not multiply to the world size.
-    """
-    for name, size, reason in mesh.unsupported():
-        raise PlanError(f"mesh size {name} {size} is not supported: {reason}", help="leave it at 1")
-    try:
-        resolved = mesh.resolve(world_size)
-    except ValueError as error:
-        raise PlanError(str(error), help="make the sizes multiply to GPUs x nodes") from error
-    return resolved.with_experts(experts)
-
-
-def resolve_accumulation(recipe: Recipe, mesh: ParallelDims) -> int:
-    """Return forwards per optimizer step, from ``accumulation`` or from ``global_batch``.
-
-    Raises:
-        PlanError: A size is not positive, or the micro-batch does not divide the global batch.
-    """
-    batch = recipe.batch
-    if batch.micro_batch < 1:
-        raise PlanError(f"the micro-batch must be at least 1, not {batch.micro_batch}")
-    if batch.accumulation < 1:
-        raise PlanError(f"accumulation must be at least 1, not {batch.accumulation}")
-    if batch.global_batch is None:
-        return batch.accumulation
-    ranks = mesh.data_ranks
-    each = batch.micro_batch * ranks
-    if batch.global_batch < 1 or batch.global_batch % each:
-        raise PlanError(
-            f"micro-batch {batch.micro_batch} x {ranks} data-parallel ranks = {each} does not divide the"
-            f" global batch {batch.global_batch}",
-            help=f"choose a global batch that is a multiple of {each}, or another micro-batch",
-        )
-    return batch.global_batch // each
-
-
-def _checkpointing(recipe: Recipe, settings: FsdpSettings) -> str:
-    chosen = recipe.sharding.checkpointing
-    if not settings.activation_checkpointing or (chosen is not None and chosen.mode == "none"):
-        return "none"
-    return format_policy(chosen)
+    return recipe, settings

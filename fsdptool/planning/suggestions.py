@@ -71,7 +71,7 @@ def suggest(
     cluster = inputs.clusters[point.cluster]
     suggestions: list[Suggestion] = []
     combined, combined_cluster = point, cluster
-    for change in _changes(point, cluster, estimator.loop):
+    for change in _changes(point, cluster, estimator.run.loop):
         candidate = _evaluate(estimator, change, inputs, replay=True)
         if candidate is None or not _saves(candidate, requested):
             continue
@@ -212,7 +212,8 @@ def _fewer_bits(
         larger: The candidate that a suggestion must need less memory than; None: any will do.
         compared: The candidate that times are compared with; None is ``larger``.
     """
-    recipe, settings = inputs.recipe, estimator.settings
+    run = estimator.run
+    recipe, settings = run.recipe, run.settings
     lora, optimizer = recipe.method.lora, recipe.optimizer
     if recipe.method.name == "lora":
         if lora is None or lora.base != "unchanged":
@@ -234,9 +235,8 @@ def _fewer_bits(
         point = replace(point, optimizer_implementation="auto")
         text = "bf16 weights with 8-bit Adam (--precision no --dtype bfloat16 --optimizer adamw8bit)"
         changed = {"precision": "no", "dtype": "bfloat16", "optimizer": "adamw8bit"}
-    smaller = Estimator(
-        estimator.spec, estimator.anatomy, recipe, settings, profile=estimator.profile, loop=estimator.loop
-    )
+    run = replace(run, recipe=recipe, settings=settings)
+    smaller = Estimator(estimator.spec, estimator.anatomy, run, profile=estimator.profile)
     change = _Change(kind, text, point, cluster)
     candidate = _evaluate(smaller, change, inputs, replay=True)
     if candidate is None or (larger is not None and not _saves(candidate, larger)):

@@ -167,12 +167,6 @@ class RunInputs:
     teacher_spec: ModelSpec | None = None
     teacher_units: UnitPlan | None = None
 
-    def __post_init__(self) -> None:
-        """Decide the recipe's ``dtype: auto``: a run records what it stores."""
-        from fsdptool.modeling.units import with_stored_dtypes
-
-        object.__setattr__(self, "recipe", with_stored_dtypes(self.recipe, self.settings))
-
 
 _FILES: dict[str, type] = {
     "recipe": Recipe,

@@ -29,6 +29,7 @@ from fsdptool.distributed.shard import local
 from fsdptool.errors import FsdptoolError, WorkerError
 from fsdptool.garbage import skip_last_collection
 from fsdptool.inspection import inspect
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.codec import to_json
 from fsdptool.records.measurements import (
@@ -404,7 +405,9 @@ def _attempts(session: Session, folder: Path, *, cpu: bool) -> Iterator[Attempt]
     anatomy = inspect(spec)
     for offload in (True, False):
         settings = _settings(cpu=cpu, offload=offload)
-        inputs = RunInputs(folder, recipe, settings, spec, plan_units(anatomy, recipe, settings))
+        run = resolve_run(recipe, settings, ranks=session.world_size)
+        run = resolve_run(recipe, settings, ranks=session.world_size)
+        inputs = RunInputs(folder, recipe, settings, spec, plan_units(anatomy, run))
         name: AttemptKind = "offload" if offload else "asynchronous_save"
         began = time.perf_counter()
         try:

@@ -32,6 +32,7 @@ from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.tensor_parallel import by_name, split
 from fsdptool.modeling.units import compiled_modules
 from fsdptool.records.run import Metrics, RunPhase
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from fsdptool.modeling.methods.lora import Derived
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
+    from fsdptool.records.resolved_run import ResolvedRun
     from fsdptool.records.sharding import FsdpSettings, UnitPlan
     from fsdptool.runs.events import EventLog
     from fsdptool.runs.folder import RunInputs
@@ -142,16 +144,18 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
         FsdptoolError: The records do not suit the model or this machine.
         WorkerError: The sharding is not what the unit plan lists.
     """
-    recipe, spec, plan, settings = inputs.recipe, inputs.spec, inputs.units, inputs.settings
+    spec, plan, settings = inputs.spec, inputs.units, inputs.settings
+    run = resolve_run(inputs.recipe, settings, ranks=session.world_size)
+    recipe = run.recipe
     objective = objective_for(recipe, spec)
-    check_context(spec, recipe, settings)
+    check_context(spec, run)
     model, notes = build_sharded(
         spec, recipe.model, plan, settings, session, recipe=recipe, seed=recipe.seed, phase=phase
     )
     phase(WorkerPhase.PROVING)
     # Before anything is computed from the parameters: a run whose sharding is wrong never starts.
     proof = prove(model, plan, session)
-    teacher, teacher_notes = _build_teacher(inputs, session, phase)
+    teacher, teacher_notes = _build_teacher(inputs, run, session, phase)
     notes += teacher_notes
     # The optimizer last: it keeps this rank's rows, which exist only now.
     named = list(model.named_parameters())
@@ -263,14 +267,14 @@ def build_sharded(
 
 
 def _build_teacher(
-    inputs: RunInputs, session: Session, phase: PhaseReport
+    inputs: RunInputs, run: ResolvedRun, session: Session, phase: PhaseReport
 ) -> tuple[Teacher | None, tuple[str, ...]]:
     """Build, shard and prove the method's teacher, if it has one; returns it and notes about its weights."""
-    choice = method_of(inputs.recipe).teacher_choice(inputs.recipe)
+    choice = method_of(run.recipe).teacher_choice(run.recipe)
     if choice is None:
         return None, ()
     assert inputs.teacher_spec is not None and inputs.teacher_units is not None
-    check_context(inputs.teacher_spec, inputs.recipe, inputs.settings)
+    check_context(inputs.teacher_spec, run)
     model, notes = build_sharded(
         inputs.teacher_spec,
         choice,

@@ -72,8 +72,10 @@ for case in work["cases"]:
     settings = from_json(FsdpSettings, case["settings"])
     if work["module"].endswith("tracer"):
         from fsdptool.memory.tracing.tracer import trace
-        teacher = spec if recipe.method.distillation else None
-        made = trace(spec, recipe, settings, teacher=teacher, refresh=True)
+        from fsdptool.inspection.api import inspect
+        from fsdptool.modeling.resolve import resolve_run
+        teacher = inspect(spec) if recipe.method.distillation else None
+        made = trace(spec, resolve_run(recipe, settings), teacher=teacher, refresh=True)
         assert made.known, made.unknowns
     else:
         from fsdptool.inspection.api import inspect

@@ -15,6 +15,7 @@ from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise
 from fsdptool.memory import trace
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.recipe import Batch, ModelChoice, Objective, Recipe
 from fsdptool.records.sharding import FsdpSettings
@@ -45,7 +46,9 @@ def test_a_class_of_transformers_trains_with_its_own_loss() -> None:
     objective = objective_for(recipe, spec)
     loss = objective.loss(objective.predict(model, batch), batch)
     torch.testing.assert_close(loss, 2 * model(**batch).loss)
-    traced = trace(spec, recipe, FsdpSettings(mixed_precision="bf16", num_processes=2), use_cache=False)
+    traced = trace(
+        spec, resolve_run(recipe, FsdpSettings(mixed_precision="bf16", num_processes=2)), use_cache=False
+    )
     assert traced.known, traced.unknowns
 
 

@@ -19,6 +19,7 @@ from fsdptool.inspection.api import decode, describe, encode
 from fsdptool.inspection.build import build
 from fsdptool.inspection.census import unit_plan
 from fsdptool.layout import group as plan_group
+from fsdptool.layout import resolve_sharding
 from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.testing.families import small_spec
@@ -224,7 +225,7 @@ def test_blocks_that_run_without_hooks_stay_with_the_root(kind: type[nn.Module],
     shard_and_train(model, unit_plan(anatomy))
     for layout in ("native", "accelerate"):
         with pytest.raises(ConfigError, match="without FSDP2's hooks"):
-            plan_group(anatomy, FsdpSettings(wrap_classes=("Block",)), layout=layout)
+            plan_group(anatomy, resolve_sharding(FsdpSettings(wrap_classes=("Block",)), layout=layout))
 
 
 @pytest.mark.parametrize("kind", [Direct, Reversible])
@@ -269,7 +270,7 @@ def test_empty_parameters_are_kept_out_of_the_units() -> None:
     assert "DET216" in {finding.code for finding in anatomy.diagnostics}
     assert [parameter.fqn for parameter in unit_plan(anatomy).ignored] == ["nothing"]
     with pytest.raises(ConfigError, match="an empty parameter"):
-        plan_group(anatomy, FsdpSettings(wrap_classes=("Block",)), layout="accelerate")
+        plan_group(anatomy, resolve_sharding(FsdpSettings(wrap_classes=("Block",)), layout="accelerate"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection import inspect
 from fsdptool.launch.prepare import prepare
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.search_point import read_search_point
+from fsdptool.planning.search_point import point_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
@@ -65,8 +66,8 @@ def planned(reference: str, tp: int, ep: int) -> UnitPlan | str:
     cluster = Cluster(None, WORLD)
     try:
         spec = resolve(reference)
-        estimator = Estimator(spec, inspect(spec), recipe, settings, profile="cpu-gloo")
-        return estimator.units_of(read_search_point(estimator.recipe, settings, cluster), cluster)
+        run = resolve_run(recipe, settings)
+        return Estimator(spec, inspect(spec), run, profile="cpu-gloo").units_of(point_of(run), cluster)
     except FsdptoolError as error:
         return error.message
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.walk import walk
-from fsdptool.layout import group
+from fsdptool.layout import group, resolve_sharding
 from fsdptool.records.anatomy import Anatomy, ModelSpec, Reference, WrapChoice
 from fsdptool.records.sharding import FsdpSettings
 
@@ -168,7 +168,7 @@ def test_the_accelerate_layout_is_what_accelerate_does(
     kind: str, settings: FsdpSettings, changes: dict[str, Any]
 ) -> None:
     model = build(kind, **changes)
-    planned = group(describe(model), settings, layout="accelerate")
+    planned = group(describe(model), resolve_sharding(settings, layout="accelerate"))
     canonical = {name: p.fqn for p in describe(model).parameters for name in p.names}
     live = groups_of(prepare(model, settings))
     real = {frozenset(canonical[name] for name in key): value for key, value in live.items()}
@@ -198,7 +198,7 @@ def test_what_accelerate_refuses_is_refused_with_the_reason(
     kind: str, settings: FsdpSettings, named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        group(describe(build(kind)), settings, layout="accelerate")
+        group(describe(build(kind)), resolve_sharding(settings, layout="accelerate"))
     with pytest.raises((ValueError, TypeError, RuntimeError, AssertionError)):
         prepare(build(kind), settings)
 
@@ -208,7 +208,7 @@ def test_ties_that_fail_in_accelerate_work_in_ours(kind: str, block: str) -> Non
     settings = replace(PLAIN, wrap_classes=(block,))
     anatomy = describe(build(kind))
     with pytest.raises(ConfigError, match="shared parameter"):
-        group(anatomy, settings, layout="accelerate")
+        group(anatomy, resolve_sharding(settings, layout="accelerate"))
 
     # accelerate itself prepares the model and fails at the first forward.
     model = prepare(build(kind), settings).to_empty(device="cpu")
@@ -216,7 +216,7 @@ def test_ties_that_fail_in_accelerate_work_in_ours(kind: str, block: str) -> Non
     with pytest.raises(ValueError, match="managed by another FSDP group"):
         model(input_ids=tokens, labels=tokens)
 
-    plan = group(anatomy, settings, layout="native")
+    plan = group(anatomy, resolve_sharding(settings, layout="native"))
     shared = {p.fqn for p in anatomy.parameters if p.aliases}
     assert shared
     assert shared <= {p.fqn for p in plan.units[-1].parameters}

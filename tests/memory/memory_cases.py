@@ -18,11 +18,13 @@ from fsdptool.inspection import inspect
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.objective import objective_for
-from fsdptool.modeling.units import plan_units, with_stored_dtypes
+from fsdptool.modeling.resolve import resolve_run
+from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import OWN_LOOP, TrainingLoop
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.trace import Component, Trace
 from fsdptool.source import resolve
@@ -99,6 +101,10 @@ class Case:
 
     def recipe(self) -> Recipe:
         """Return the recipe."""
+        return self.run().recipe
+
+    def run(self) -> ResolvedRun:
+        """Return the run."""
         recipe = Recipe(
             model=ModelChoice(self.reference, overrides=self._overrides()),
             method=self.method,
@@ -107,7 +113,7 @@ class Case:
             sharding=Sharding(**(self.sharding or {})),
             optimizer=Optimizer(**(self.optimizer or {})),
         )
-        return with_stored_dtypes(recipe, self.yaml())
+        return resolve_run(recipe, self.yaml(), loop=self.loop)
 
     def yaml(self) -> FsdpSettings:
         """Return the settings."""
@@ -115,19 +121,19 @@ class Case:
 
     def plan(self) -> UnitPlan:
         """Return the units."""
-        return plan_units(inspect(self.spec(), use_cache=False), self.recipe(), self.yaml())
+        return plan_units(inspect(self.spec(), use_cache=False), self.run())
 
     def trace(self) -> Trace:
         """Return the trace, made afresh, as a GPU would compute."""
-        own = self.loop.own_loss
         with under_masks() if self.loop.masked else nullcontext():
-            return building.make_trace(self.spec(), self.recipe(), self.yaml(), "cuda", None, own_loss=own)
+            return building.make_trace(self.spec(), self.run(), "cuda")
 
     def observe(self) -> Observation:
         """Ask the oracle."""
-        spec, recipe, settings, plan = self.spec(), self.recipe(), self.yaml(), self.plan()
+        spec, run, settings, plan = self.spec(), self.run(), self.yaml(), self.plan()
+        recipe = run.recipe
         return observe(
-            lambda: building.trained_model(spec, recipe, settings, plan),
+            lambda: building.trained_model(spec, run, plan),
             plan,
             objective_for(recipe, spec),
             family_of(spec).batch_spec(spec.config, recipe),

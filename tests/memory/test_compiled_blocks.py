@@ -14,6 +14,7 @@ from fsdptool.memory import footprint
 from fsdptool.memory.tracing.compiled_blocks import SUPPORTED_TORCH
 from fsdptool.memory.tracing.compiled_trace import REMAINS, trace_compiled
 from fsdptool.memory.tracing.tracer import traced_configuration
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.trace import KINDS, Trace
 
@@ -28,7 +29,7 @@ supported = pytest.mark.skipif(
 def trace_on_cpu(**changes: Any) -> Trace:
     """Return the trace of two blocks as a CPU computes them."""
     case = Case(overrides=SMALL, settings=FP32, **changes)
-    return building.make_trace(case.spec(), case.recipe(), case.yaml(), "cpu", None)
+    return building.make_trace(case.spec(), case.run(), "cpu")
 
 
 def kept(trace: Trace, path: str) -> int:
@@ -47,7 +48,7 @@ def kept(trace: Trace, path: str) -> int:
 @pytest.mark.slow
 def test_compiled_blocks_keep_what_the_partitioner_saves() -> None:
     case = Case(overrides=SMALL, settings=FP32, sharding={"compile": True})
-    compiled = building.make_trace(case.spec(), case.recipe(), case.yaml(), "cpu", None)
+    compiled = building.make_trace(case.spec(), case.run(), "cpu")
     eager = trace_on_cpu()
     # Per token, as torch 2.13 partitions: two reciprocal norms and the logarithms of attention; gate, up and
     # their product; eight tensors of the model's width (the normed inputs, queries, repeated keys and values,
@@ -81,7 +82,7 @@ def test_what_cannot_be_compiled_is_traced_eagerly_and_said() -> None:
         sharding={"compile": True},
         settings={**FP32, "activation_checkpointing": True, "activation_checkpointing_offload": True},
     )
-    offloaded = building.make_trace(case.spec(), case.recipe(), case.yaml(), "cpu", None)
+    offloaded = building.make_trace(case.spec(), case.run(), "cpu")
     assert offloaded.known and offloaded.upper is None
     assert any("moves their inputs to the host" in why for why in offloaded.unknowns)
 
@@ -92,6 +93,7 @@ def test_compiled_traces_have_keys_of_their_own() -> None:
     compiled = dataclasses.replace(recipe, sharding=dataclasses.replace(recipe.sharding, compile=True))
     other = dataclasses.replace(settings, wrap_classes=("LlamaMLP",))
     keys = [
-        traced_configuration(*pair) for pair in ((recipe, settings), (compiled, settings), (compiled, other))
+        traced_configuration(resolve_run(*pair))
+        for pair in ((recipe, settings), (compiled, settings), (compiled, other))
     ]
     assert keys[0] != keys[1] != keys[2]

@@ -9,6 +9,7 @@ import pytest
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.memory.tracing import early_cut, reduced_depth
 from fsdptool.memory.tracing.tracer import trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, Lora, Method, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Trace
@@ -40,7 +41,7 @@ def test_the_trace_is_that_of_a_model_that_is_cut_last(name: str, monkeypatch: p
     def traced() -> Trace:
         reduced_depth._extrapolates.clear()
         settings = FsdpSettings(mixed_precision="bf16", activation_checkpointing=True)
-        return trace(resolve("qwen3:tiny", overrides=SIZES), recipe, settings, use_cache=False)
+        return trace(resolve("qwen3:tiny", overrides=SIZES), resolve_run(recipe, settings), use_cache=False)
 
     monkeypatch.setattr(early_cut, "_stands_for", noted)
     found = traced()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.allocator import MIB, ReplayLedger
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import BUFFERS, PARAMETERS, Block
 from fsdptool.memory.simulation.loading import ENCODED_AT_ONCE, play_loading
 from fsdptool.memory.simulation.off_step import rank_states
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.anatomy import Parameter
-from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe
+from fsdptool.records.plan import TrainingLoop
+from fsdptool.records.recipe import Layout, Lora, Method, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings, Loading, Unit, UnitPlan
 
 RECIPE = Recipe(ModelChoice("llama3:8b"))
@@ -92,7 +93,11 @@ def test_pieces_are_as_long_as_the_encoder_makes_them() -> None:
 
 
 def test_a_layout_is_filled_as_its_program_fills_it() -> None:
-    efficient = FsdpSettings(cpu_ram_efficient_loading=True)
-    assert default_loading("native", efficient) == "rows"
-    assert default_loading("accelerate", efficient) == "broadcast"
-    assert default_loading("accelerate", FsdpSettings()) == "units"
+    def loading(layout: Layout, *, efficient: bool) -> str:
+        recipe = Recipe(ModelChoice("gpt2:small"), sharding=Sharding(layout=layout))
+        settings = FsdpSettings(cpu_ram_efficient_loading=efficient)
+        return resolve_run(recipe, settings, loop=TrainingLoop()).loading
+
+    assert loading("native", efficient=True) == "rows"
+    assert loading("accelerate", efficient=True) == "broadcast"
+    assert loading("accelerate", efficient=False) == "units"

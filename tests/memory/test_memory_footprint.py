@@ -16,6 +16,7 @@ from fsdptool.memory import footprint
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.simulate import prepare
 from fsdptool.memory.tracing.make_trace import without_activations
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.codec import from_json, to_json
@@ -33,7 +34,9 @@ def states_of(reference: str, ranks: int) -> tuple[Anatomy, dict[str, int | None
     recipe = Recipe(ModelChoice(reference), batch=Batch(sequence_length=128))
     settings = FsdpSettings(num_processes=ranks, mixed_precision="no")
     trace = without_activations(anatomy, recipe, "cuda", "not traced")
-    made = footprint(trace, plan_units(anatomy, recipe, settings), ParallelDims().resolve(ranks), recipe)
+    made = footprint(
+        trace, plan_units(anatomy, resolve_run(recipe, settings)), ParallelDims().resolve(ranks), recipe
+    )
     assert made.allocated_peak_bytes is None
     assert made.unknowns
     return anatomy, {component.name: component.bytes for component in made.components}
@@ -212,7 +215,7 @@ from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
 overrides = {LLAMA!r}
 recipe = Recipe(ModelChoice("llama3:8b", overrides=overrides), batch=Batch(sequence_length=64))
-made = trace(resolve("llama3:8b", overrides=overrides), recipe, FsdpSettings(num_processes=8))
+made = trace(resolve("llama3:8b", overrides=overrides), resolve_run(recipe, FsdpSettings(num_processes=8)))
 print(made.known, "torch" in sys.modules)
 """
     said = [

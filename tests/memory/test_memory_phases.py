@@ -10,6 +10,7 @@ from memory_cases import Case
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
 from fsdptool.memory.tracing.make_trace import sampled_recipe
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Footprint, Phase
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
@@ -125,7 +126,7 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
         recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1))
         from fsdptool.memory.tracing.make_trace import make_trace
 
-        made = make_trace(case.spec(), recipe, case.yaml(), "cuda", None)
+        made = make_trace(case.spec(), resolve_run(recipe, case.yaml()), "cuda")
         assert made.evaluation is not None and not made.evaluation.gradients
         seen[reshard] = phases(foot(case, made, recipe))
         evaluation, backward = (seen[reshard][n].allocated_bytes for n in ("evaluation", "backward"))
@@ -143,7 +144,7 @@ def test_what_validation_held_is_gone_after_it() -> None:
 
     case = Case(sharding={"reshard_after_forward": 2})
     recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1, samples=1))
-    made = make_trace(case.spec(), recipe, case.yaml(), "cuda", None)
+    made = make_trace(case.spec(), resolve_run(recipe, case.yaml()), "cuda")
     assert made.sampling is not None
     with_it, without = (
         phases(foot(case, made, recipe)),

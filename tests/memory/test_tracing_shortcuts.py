@@ -20,6 +20,7 @@ from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
 from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.memory.tracing.tracer import trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
@@ -31,7 +32,7 @@ SETTINGS = FsdpSettings(mixed_precision="bf16", activation_checkpointing=True)
 
 def traced(micro_batch: int) -> Trace:
     recipe = Recipe(ModelChoice("qwen3:tiny"), batch=Batch(micro_batch=micro_batch, sequence_length=32))
-    return trace(resolve("qwen3:tiny"), recipe, SETTINGS, use_cache=False)
+    return trace(resolve("qwen3:tiny"), resolve_run(recipe, SETTINGS), use_cache=False)
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch
             batch=Batch(micro_batch=micro_batch, sequence_length=64),
             sharding=Sharding(sequence_parallel=divided),
         )
-        return trace(spec, recipe, settings, use_cache=False)
+        return trace(spec, resolve_run(recipe, settings), use_cache=False)
 
     first, second = at(1), at(2)
     assert max(depths) < 20
@@ -212,12 +213,12 @@ def test_gradients_summed_over_all_blocks_do_not_need_the_full_depth(monkeypatch
             for piece in cut
         ]
 
-    reduced = trace(spec, recipe, settings, use_cache=False)
+    reduced = trace(spec, resolve_run(recipe, settings), use_cache=False)
     assert reduced.repeats
     assert reduced_depth.INNER in reduced_depth._extrapolates.values()
     monkeypatch.setattr(reduced_depth, "_extrapolates", {})
     monkeypatch.setattr(reduced_depth, "_learn", lambda *_: False)
-    full = trace(spec, recipe, settings, use_cache=False)
+    full = trace(spec, resolve_run(recipe, settings), use_cache=False)
     assert not full.repeats
     assert pieces(reduced) == pieces(full)
 

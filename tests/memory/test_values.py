@@ -19,6 +19,7 @@ from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, KnownValues, fake_batch
 from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
@@ -103,7 +104,7 @@ def test_a_model_that_routes_in_a_loop_is_traced_and_says_so(tmp_path: Path) -> 
     config |= {"num_key_value_heads": 2, "kv_channels": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec, recipe = resolve(str(tmp_path)), Recipe(ModelChoice(str(tmp_path)), batch=Batch(sequence_length=7))
-    made = trace(spec, recipe, FsdpSettings(activation_checkpointing=True), use_cache=False)
+    made = trace(spec, resolve_run(recipe, FsdpSettings(activation_checkpointing=True)), use_cache=False)
     assert made.known and made.unknowns == ()
     assert any("depend on its weights" in note for note in made.notes)
 
@@ -179,5 +180,7 @@ def test_a_model_that_decides_by_value_is_traced() -> None:
     family = load_registry().get("qwen2.5-vl")
     small = small_model(family, family.flavours()["3b"])
     recipe, _ = small_batch(family, small.spec)
-    made = trace(small.spec, recipe, FsdpSettings(activation_checkpointing=True), use_cache=False)
+    made = trace(
+        small.spec, resolve_run(recipe, FsdpSettings(activation_checkpointing=True)), use_cache=False
+    )
     assert made.known and made.unknowns == ()

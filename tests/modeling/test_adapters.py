@@ -12,6 +12,7 @@ from adapter_table import CASES, LLAMA, MOE, QV, TABLES, TIED, library_model, wr
 
 from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.inspection import inspect
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import TrainedModel, plan_units, with_adapter
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
@@ -50,7 +51,7 @@ def test_an_adapter_has_the_parameters_that_peft_gives_it(name: str, tmp_path: P
 
 def units_of(found: TrainedModel) -> UnitPlan:
     recipe = adapted(Recipe(ModelChoice("adapter", dtype="float32")), found.anatomy.spec)
-    return plan_units(found, recipe, FsdpSettings(num_processes=2, mixed_precision="no"))
+    return plan_units(found, resolve_run(recipe, FsdpSettings(num_processes=2, mixed_precision="no")))
 
 
 BIG = {"vocab_size": 4000}
@@ -270,7 +271,7 @@ def test_what_ranks_of_a_group_cannot_divide_is_refused_by_name(lora: Lora, kind
     names = ("modules_to_save", "trainable_token_indices", "use_dora", "bias", "lora_bias")
     name = next(name for name in names if getattr(lora, name) != getattr(Lora(), name))
     with pytest.raises(ConfigError, match=rf"method\.lora\.{name} "):
-        check(recipe, FsdpSettings(num_processes=4, mesh=ParallelDims(tp=2)))
+        check(resolve_run(recipe, FsdpSettings(num_processes=4, mesh=ParallelDims(tp=2))))
 
 
 def test_magnitudes_of_a_quantised_base_are_refused() -> None:

@@ -16,6 +16,7 @@ from fsdptool.families.objectives import CausalLM, packed_attention
 from fsdptool.families.objectives.packed_attention import BEGINS, LONGEST, describe, with_documents
 from fsdptool.memory import trace
 from fsdptool.modeling.objective import Task, run_micro_batch
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve
@@ -169,7 +170,9 @@ def test_a_plan_for_gpus_holds_no_mask(packing: bool, kernels: bool) -> None:
         data=Data("text", packing=packing, tokenizer="bytes"),
         batch=Batch(micro_batch=2, sequence_length=length),
     )
-    traced = trace(spec, recipe, FsdpSettings(mixed_precision="bf16"), profile="cuda", use_cache=False)
+    traced = trace(
+        spec, resolve_run(recipe, FsdpSettings(mixed_precision="bf16")), profile="cuda", use_cache=False
+    )
     assert ("_varlen_attn" in traced.vocabulary) == kernels
     masks = [size for size, name in zip(traced.sizes, traced.names, strict=True) if size == 2 * length**2]
     assert not masks
@@ -196,7 +199,10 @@ def test_a_plan_of_compiled_blocks_keeps_documents_apart_in_one_graph() -> None:
     compiled = replace(recipe, sharding=Sharding(compile=True))
     traces = [
         trace(
-            resolve("llama3:tiny"), one, FsdpSettings(mixed_precision="bf16"), profile="cuda", use_cache=False
+            resolve("llama3:tiny"),
+            resolve_run(one, FsdpSettings(mixed_precision="bf16")),
+            profile="cuda",
+            use_cache=False,
         )
         for one in (recipe, compiled)
     ]

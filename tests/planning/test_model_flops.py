@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdptool.inspection import inspect
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import load_gpu, predict
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.records.plan import Candidate
@@ -48,7 +49,13 @@ def candidate(folder: Path, gpu: str | None, checkpointing: bool, wrap: tuple[st
     )
     cluster = make_cluster(load_gpu(gpu), RANKS) if gpu is not None else None
     profile = "cuda" if gpu is not None else "cpu-gloo"
-    return predict(spec, inspect(spec), recipe, settings, cluster=cluster, profile=profile)
+    return predict(
+        spec,
+        inspect(spec),
+        resolve_run(recipe, settings, ranks=cluster.world_size if cluster is not None else None),
+        cluster=cluster,
+        profile=profile,
+    )
 
 
 def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False) -> tuple[float, float]:
@@ -120,7 +127,7 @@ def test_experts_count_the_tokens_that_were_routed_to_them(tmp_path: Path) -> No
         steps=1,
     )
     settings = FsdpSettings(wrap_classes=("Qwen3MoeDecoderLayer",), use_cpu=True, num_processes=1)
-    found = predict(spec, inspect(spec), recipe, settings, cluster=None, profile="cpu-gloo")
+    found = predict(spec, inspect(spec), resolve_run(recipe, settings), cluster=None, profile="cpu-gloo")
     block = 4 * HIDDEN * HIDDEN + HIDDEN * experts + 2 * LENGTH * HIDDEN + 3 * chosen * HIDDEN * inner
     closed = 3 * 2 * (2 * block + HIDDEN * VOCABULARY) * tokens
     # Balancing the load counts one-hot choices by a product or two of its own.
@@ -142,9 +149,11 @@ def test_recomputation_inside_custom_functions_is_not_counted(tmp_path: Path) ->
         predict(
             spec,
             inspect(spec),
-            recipe,
-            FsdpSettings(
-                wrap_classes=("LlamaDecoderLayer",), num_processes=RANKS, activation_checkpointing=again
+            resolve_run(
+                recipe,
+                FsdpSettings(
+                    wrap_classes=("LlamaDecoderLayer",), num_processes=RANKS, activation_checkpointing=again
+                ),
             ),
             cluster=cluster,
         )

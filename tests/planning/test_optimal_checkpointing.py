@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from fsdptool.inspection import inspect
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning.checkpointing import USUAL, BlockOption, make_ladder, optimal_candidates
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.planning.search_point import read_search_point
+from fsdptool.planning.search_point import point_of
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
@@ -61,8 +62,8 @@ def test_no_usual_policy_is_faster_at_the_same_memory(name: str) -> None:
     recipe = Recipe(
         ModelChoice(reference, overrides=overrides), batch=Batch(micro_batch=8, sequence_length=1024)
     )
-    estimator = Estimator(spec, inspect(spec), recipe, FsdpSettings(num_processes=8))
-    start = read_search_point(recipe, FsdpSettings(num_processes=8), cluster)
+    run = resolve_run(recipe, FsdpSettings(num_processes=8))
+    estimator, start = Estimator(spec, inspect(spec), run), point_of(run)
     machine = machine_for(cluster.gpu)
 
     def evaluate(policy: str) -> Candidate:

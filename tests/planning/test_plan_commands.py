@@ -250,10 +250,10 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
 ) -> None:
     from fsdptool.inspection import inspect
     from fsdptool.memory.tracing.make_trace import without_activations
-    from fsdptool.records.recipe import Recipe
+    from fsdptool.records.resolved_run import ResolvedRun
 
-    def untraceable(spec: Any, recipe: Recipe, settings: Any, **_: Any) -> Any:
-        return without_activations(inspect(spec), recipe, "cuda", "no example inputs")
+    def untraceable(spec: Any, run: ResolvedRun, **_: Any) -> Any:
+        return without_activations(inspect(spec), run.recipe, "cuda", "no example inputs")
 
     exact = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "64", "--no-search"])
     monkeypatch.setattr("fsdptool.memory.tracing.tracer.trace", untraceable)

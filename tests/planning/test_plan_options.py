@@ -10,6 +10,7 @@ import pytest
 import fsdptool
 from fsdptool.cli.plan import command
 from fsdptool.errors import PlanError
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning.options import Options, declared, read_options
 from fsdptool.planning.request import read_request
 from fsdptool.records.plan import SearchPoint
@@ -77,7 +78,7 @@ def test_a_frozen_base_is_stored_as_it_computes_unless_a_dtype_is_given(
     changes: dict[str, str], stored: str
 ) -> None:
     inputs = read_request(Options(reference="gpt2:small", gpu="L4-24GB", **changes)).inputs  # type: ignore[typeddict-item]
-    assert inputs.recipe.model.dtype == stored
+    assert resolve_run(inputs.recipe, inputs.settings).recipe.model.dtype == stored
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ import pytest
 
 from fsdptool.errors import PlanError
 from fsdptool.memory.simulation.program import program
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import Options, chosen_run, make_plan, read_request
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.pipeline import plan_pipeline
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
 from fsdptool.planning.plan import inspect_model, plan_document, plan_from
-from fsdptool.planning.search_point import read_search_point
+from fsdptool.planning.search_point import point_of
 from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
 from fsdptool.records.plan import Pipeline, Plan
 from fsdptool.records.trace import Component
@@ -96,8 +97,8 @@ def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(mode
     spec, anatomy = inspect_model(request.inputs)
     inputs = request.inputs
     cluster, machine = inputs.clusters[0], inputs.machines[0]
-    estimator = Estimator(spec, anatomy, inputs.recipe, inputs.settings)
-    point = read_search_point(inputs.recipe, inputs.settings, cluster)
+    run = resolve_run(inputs.recipe, inputs.settings, ranks=cluster.world_size)
+    estimator, point = Estimator(spec, anatomy, run), point_of(run)
     plain = estimator.candidate("plain", point, cluster, machine)
     candidate, document = plan_pipeline(estimator, Pipeline(), point, cluster, machine)
     assert candidate.allocated_peak_bytes == plain.allocated_peak_bytes

@@ -12,6 +12,7 @@ import torch
 
 from fsdptool.inspection.build import build
 from fsdptool.inspection.walk import walk
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec, WrapChoice
 from fsdptool.records.mesh import ParallelDims
@@ -333,7 +334,9 @@ def inputs_for(
     spec = resolve(recipe.model.reference)
     chosen = FsdpSettings(wrap_classes=case.wrap, use_cpu=True, mixed_precision="no")
     chosen = dataclasses.replace(chosen, mesh=mesh or ParallelDims(), **settings)
-    units = plan_units(anatomy_of(spec, case.wrap), recipe, chosen)
+    run = resolve_run(recipe, chosen)
+    recipe = dataclasses.replace(run.recipe, batch=recipe.batch)
+    units = plan_units(anatomy_of(spec, case.wrap), run)
     if recipe.method.distillation is None:
         return RunInputs(folder, recipe, chosen, spec, units)
     teacher = resolve(recipe.method.distillation.teacher.reference)
@@ -344,7 +347,7 @@ def inputs_for(
         spec,
         units,
         teacher,
-        plan_teacher(anatomy_of(teacher, case.wrap), recipe, chosen),
+        plan_teacher(anatomy_of(teacher, case.wrap), run),
     )
 
 

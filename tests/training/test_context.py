@@ -16,6 +16,7 @@ from test_numerics import hold
 from variants import CHECKPOINTED, CLIPPED
 
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Data, Sharding
@@ -144,7 +145,7 @@ def test_memory_is_what_was_predicted(pool: Pool, tmp_path: Path) -> None:
     recipe = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, accumulation=2))
     inputs = inputs_for(wide, folder, recipe, mesh=SPLIT, num_processes=2)
     settings = inputs.settings
-    found = trace(inputs.spec, recipe, settings, use_cache=False)
+    found = trace(inputs.spec, resolve_run(recipe, settings), use_cache=False)
     expected = footprint(found, inputs.units, settings.mesh, recipe, profile="cpu-gloo").allocated_peak_bytes
     assert pool.run(cases.measured, 2, folder, recipe, SPLIT)[0] == pytest.approx(expected, rel=0.01)
 

@@ -20,6 +20,7 @@ from fsdptool.distributed.recording import BLOCK, fill_slice
 from fsdptool.distributed.session import open_session
 from fsdptool.distributed.shard import local, sharded_modules
 from fsdptool.errors import ModelError, WorkerError
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
@@ -94,7 +95,9 @@ def inputs_of(folder: Path, config: dict[str, Any], wrap: tuple[str, ...], weigh
     recipe = dataclasses.replace(recipe, objective=_recipe(case, folder).objective)
     spec = resolve(recipe.model.reference)
     settings = FsdpSettings(wrap_classes=wrap, use_cpu=True, mixed_precision="no")
-    return RunInputs(folder, recipe, settings, spec, plan_units(anatomy_of(spec, wrap), recipe, settings))
+    return RunInputs(
+        folder, recipe, settings, spec, plan_units(anatomy_of(spec, wrap), resolve_run(recipe, settings))
+    )
 
 
 def _recipe(case: Any, folder: Path) -> Recipe:

@@ -16,6 +16,7 @@ from test_numerics import hold
 
 from fsdptool.errors import ConfigError
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Batch, Optimizer, Sharding
 from fsdptool.runs.manifest import read_manifest
@@ -146,7 +147,7 @@ def test_memory_is_what_was_predicted(
     world = mesh.size("dp_shard") * mesh.tp
     inputs = inputs_for(wide, folder, recipe, mesh=mesh, num_processes=world)
     settings = inputs.settings
-    found = trace(inputs.spec, recipe, settings, use_cache=False)
+    found = trace(inputs.spec, resolve_run(recipe, settings), use_cache=False)
     expected = footprint(found, inputs.units, settings.mesh, recipe, profile="cpu-gloo").allocated_peak_bytes
     assert pool.run(context_cases.measured, world, folder, recipe, mesh)[0] == pytest.approx(
         expected, rel=0.01

@@ -28,12 +28,13 @@ from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, ModelLoss, Task, objective_for
 from fsdptool.modeling.tensor_group import TensorGroup
 from fsdptool.modeling.tensor_parallel import split
-from fsdptool.modeling.units import as_trained, compiled_modules, plan_teacher, plan_units, with_stored_dtypes
+from fsdptool.modeling.units import TrainedModel, as_trained, compiled_modules, plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.recipe import Recipe
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.run import RunPhase
-from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Profile, Trace
 
 if TYPE_CHECKING:
@@ -64,26 +65,26 @@ def _usual_torch() -> Iterator[None]:
 @without_gc()
 def make_trace(
     spec: ModelSpec,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    run: ResolvedRun,
     profile: Profile,
-    teacher: ModelSpec | None,
+    trained: TrainedModel | None = None,
+    teacher: Anatomy | None = None,
     *,
-    own_loss: bool = False,
+    worst_routing: bool = False,
     alike: str = "",
 ) -> Trace:
     """Trace without the cache. See :func:`fsdptool.memory.trace`; ``alike`` is ``Conditions.recipe``."""
+    recipe = run.recipe
     method = method_of(recipe)
-    method.check(recipe, settings)
-    check_context(spec, recipe, settings)
-    anatomy = inspect(spec)
-    trained = as_trained(anatomy, with_stored_dtypes(recipe, settings))
-    plan = plan_units(trained, recipe, settings)
+    method.check(recipe, run.settings)
+    check_context(spec, run)
+    if trained is None:
+        trained = as_trained(inspect(spec), recipe)
+    anatomy = trained.published or trained.anatomy
+    plan = plan_units(trained, run)
     objective = objective_for(recipe, spec)
     specs = family_of(spec).batch_spec(spec.config, recipe)
-    teacher_trace = (
-        _trace_teacher(teacher, recipe, settings, profile, specs, alike) if teacher is not None else None
-    )
+    teacher_trace = _trace_teacher(teacher, run, profile, specs, alike) if teacher is not None else None
 
     base_notes: list[str | None] = []
     whole = None
@@ -94,7 +95,7 @@ def make_trace(
     def make(cut: Cut | None = None, compiler: BlockCompiler | None = None) -> nn.Module:
         # What is said of the base and what is compiled refers to the full depth.
         early = cut if base_notes and compiler is None else None
-        model = trained_model(spec, recipe, settings, plan, early)
+        model = trained_model(spec, run, plan, early, worst_routing=worst_routing)
         if not base_notes:
             base_notes.append(describe_base(model))
         if compiler is not None:
@@ -110,11 +111,11 @@ def make_trace(
         exact=plan.exact_inputs,
         uncast=frozenset(p.fqn for p in plan.ignored),
         master=_dtype(plan.master_dtype),
-        sharing=settings.mesh.cp,
-        ring=settings.cp_comm_strategy == "alltoall",
+        sharing=run.mesh.cp,
+        ring=run.settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )
-    micro_loss = ModelLoss(objective) if own_loss else method.micro_loss(recipe, objective)
+    micro_loss = ModelLoss(objective) if run.loop.own_loss else method.micro_loss(recipe, objective)
     traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe, whole=whole)
     if not traced.known:
         return traced
@@ -125,7 +126,7 @@ def make_trace(
                 partial(make, compiler=compiler), micro_loss, specs, conditions, values=Values.NONE
             )
 
-        traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, settings))
+        traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, run))
     evaluation, sampling = (
         _trace_off_step(phase, spec, recipe, conditions, make, anatomy)
         for phase in (RunPhase.EVALUATION, RunPhase.SAMPLING)
@@ -145,13 +146,13 @@ def make_trace(
         + tuple(why for part in off_step for why in part.unknowns),
         notes=traced.notes
         + tuple(note for note in base_notes if note is not None)
-        + ((FLOAT8_NOTE,) if settings.mixed_precision == "fp8" else ()),
+        + ((FLOAT8_NOTE,) if run.settings.mixed_precision == "fp8" else ()),
     )
 
 
-def _uncompilable(plan: UnitPlan, settings: FsdpSettings) -> str | None:
+def _uncompilable(plan: UnitPlan, run: ResolvedRun) -> str | None:
     """Return why no block of a plan can be compiled on fake tensors, or None."""
-    if settings.activation_checkpointing and settings.activation_checkpointing_offload:
+    if run.sharding.recomputes and run.settings.activation_checkpointing_offload:
         return "checkpointing moves their inputs to the host"
     blocks = tuple(f"{path}." for path in compiled_modules(plan))
     if any(path.startswith(blocks) for unit in plan.units for path in unit.modules):
@@ -213,17 +214,19 @@ def _explain(error: Exception, spec: ModelSpec) -> str:
 
 def trained_model(
     spec: ModelSpec,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    run: ResolvedRun,
     plan: UnitPlan,
     cut: Cut | None = None,
+    *,
+    worst_routing: bool = False,
 ) -> nn.Module:
     """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied.
 
     ``cut`` changes the checkpointed model before the method does, if the method changes models.
     """
+    recipe, offload = run.recipe, run.settings.activation_checkpointing_offload
     method = method_of(recipe)
-    model = build_model(spec, recipe.model, cp=settings.mesh.cp, initialise=False).train()
+    model = build_model(spec, recipe.model, cp=run.mesh.cp, initialise=False).train()
     # A tensor-parallel plan lists the modules of every block.
     if cut is None or not method.adds_parameters or (plan.tensor or plan.experts) is not None:
         method.prepare(model, recipe, family_of(spec), spec.config)
@@ -231,10 +234,10 @@ def trained_model(
         # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
         sizes = [part.size if part is not None else 1 for part in (plan.tensor, plan.experts)]
         layers, experts = (TensorGroup(size) for size in sizes)
-        split(model, plan, replace(layers, experts=experts))
-        checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
+        split(model, plan, replace(layers, experts=replace(experts, worst_routing=worst_routing)))
+        checkpoint_units(model, plan, offload=offload)
         return model
-    checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
+    checkpoint_units(model, plan, offload=offload)
     cut(model)
     before = list(recomputed(model))
     method.prepare(model, recipe, family_of(spec), spec.config)
@@ -242,26 +245,25 @@ def trained_model(
     # A checkpointed module that the method wrapped: it has to be wrapped first.
     if before == list(recomputed(model)):
         return model
-    return trained_model(spec, recipe, settings, plan)
+    return trained_model(spec, run, plan, worst_routing=worst_routing)
 
 
 def _trace_teacher(
-    spec: ModelSpec,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    anatomy: Anatomy,
+    run: ResolvedRun,
     profile: Profile,
     specs: Sequence[TensorSpec],
     alike: str,
 ) -> Trace:
+    spec, recipe = anatomy.spec, run.recipe
     choice = method_of(recipe).teacher_choice(recipe)
     assert choice is not None
-    check_context(spec, recipe, settings)
-    anatomy = inspect(spec)
-    plan = plan_teacher(anatomy, recipe, settings)
+    check_context(spec, run)
+    plan = plan_teacher(anatomy, run)
     objective = objective_for(recipe, spec)
 
     def make(cut: Cut | None = None) -> nn.Module:
-        model = build_model(spec, choice, cp=settings.mesh.cp, initialise=False)
+        model = build_model(spec, choice, cp=run.mesh.cp, initialise=False)
         model.requires_grad_(False)
         return model.eval()
 
@@ -272,8 +274,8 @@ def _trace_teacher(
         _dtype(plan.input_dtype),
         plan.exact_inputs,
         teacher=True,
-        sharing=settings.mesh.cp,
-        ring=settings.cp_comm_strategy == "alltoall",
+        sharing=run.mesh.cp,
+        ring=run.settings.cp_comm_strategy == "alltoall",
         recipe=alike,
     )
     traced = _trace_or_explain(make, Task(objective), specs, conditions, anatomy, recipe)

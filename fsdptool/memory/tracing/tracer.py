@@ -10,12 +10,11 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.families.registry import family_digest
 from fsdptool.modeling.methods import method_of
-from fsdptool.modeling.units import with_stored_dtypes
-from fsdptool.records.anatomy import ModelSpec
+from fsdptool.modeling.units import TrainedModel
+from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import digest, library_versions, tool_version
-from fsdptool.records.recipe import Recipe
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.source.imports import own_code_digest
 
@@ -24,28 +23,24 @@ KIND = "trace"
 
 def trace(
     spec: ModelSpec,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    run: ResolvedRun,
     *,
     profile: Profile | None = None,
-    teacher: ModelSpec | None = None,
+    trained: TrainedModel | None = None,
+    teacher: Anatomy | None = None,
     worst_routing: bool = False,
-    own_loss: bool = False,
-    masked: bool = False,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Trace:
-    """Return what one micro-batch of this recipe does to memory, on any number of ranks.
+    """Return what one micro-batch of a run does to memory, on any number of ranks.
 
     Args:
         spec: The model.
-        recipe: Method, objective, sizes, precision, checkpointing.
-        settings: Precision and checkpointing as the YAML says.
+        run: Method, objective, sizes, precision, checkpointing, and whose loop computes the loss.
         profile: Whose kernels to assume; None follows ``settings.use_cpu``.
-        teacher: A distillation's teacher; None resolves the recipe's.
+        trained: The model as it will be trained; None inspects it.
+        teacher: A distillation's teacher; None resolves and inspects the recipe's.
         worst_routing: Whether the tokens of a whole expert-parallel group come to this rank.
-        own_loss: Whether the loss is the one that the model's own forward computes from ``labels``.
-        masked: Whether masks keep packed documents apart, as in other programs' loops.
         use_cache: Whether to read and keep cached traces.
         refresh: Ignore the cached trace and replace it.
 
@@ -54,20 +49,22 @@ def trace(
             LoRA targets). A model that merely cannot be traced gives a trace without segments whose
             ``unknowns`` say why.
     """
-    recipe = with_stored_dtypes(recipe, settings)
-    assumed: Profile = profile or ("cpu" if settings.use_cpu else "cuda")
-    choice = method_of(recipe).teacher_choice(recipe)
+    assumed: Profile = profile or ("cpu" if run.settings.use_cpu else "cuda")
+    choice = method_of(run.recipe).teacher_choice(run.recipe)
     if choice is not None and teacher is None:
+        from fsdptool.inspection import inspect
         from fsdptool.source import resolve_choice
 
-        teacher = resolve_choice(choice)
+        teacher = inspect(resolve_choice(choice))
     store = Store() if use_cache or refresh else None
-    parts = _parts(spec, recipe, settings, assumed, teacher)
+    parts = _parts(spec, run, assumed, teacher)
+    if trained is not None and not run.sharding.wrap_classes:
+        parts["wrap"] = trained.anatomy.wrap.classes
     if worst_routing:
         parts["worst_routing"] = True
-    if own_loss:
+    if run.loop.own_loss:
         parts["own_loss"] = True
-    if masked:
+    if run.loop.masked:
         parts["masked"] = True
     key = store.key(parts) if store is not None else ""
     if store is not None and not refresh:
@@ -76,16 +73,12 @@ def trace(
             return cached
     from fsdptool.families.objectives.packed_attention import under_masks
     from fsdptool.memory.tracing.make_trace import make_trace
-    from fsdptool.modeling import expert_parallel
 
     batch = {**parts["batch"], "micro_batch": None}
     tp, ep = parts["tensor"]
     alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
-    with (
-        expert_parallel.worst_routing() if worst_routing else nullcontext(),
-        under_masks() if masked else nullcontext(),
-    ):
-        traced = make_trace(spec, recipe, settings, assumed, teacher, own_loss=own_loss, alike=alike)
+    with under_masks() if run.loop.masked else nullcontext():
+        traced = make_trace(spec, run, assumed, trained, teacher, worst_routing=worst_routing, alike=alike)
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
     return traced
@@ -100,25 +93,24 @@ def _decode(data: Any) -> Trace | None:
 
 def _parts(
     spec: ModelSpec,
-    recipe: Recipe,
-    settings: FsdpSettings,
+    run: ResolvedRun,
     profile: Profile,
-    teacher: ModelSpec | None,
+    teacher: Anatomy | None,
 ) -> dict[str, Any]:
     """Return everything a trace depends on."""
     return {
         "model": _model(spec),
-        "teacher": _model(teacher) if teacher is not None else None,
-        **traced_configuration(recipe, settings),
+        "teacher": _model(teacher.spec) if teacher is not None else None,
+        **traced_configuration(run),
         "profile": profile,
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{source_digest(__name__)}",
     }
 
 
-def traced_configuration(recipe: Recipe, settings: FsdpSettings) -> dict[str, Any]:
+def traced_configuration(run: ResolvedRun) -> dict[str, Any]:
     """Return what a trace depends on beside the model: nothing that changes without changing it."""
-    sharding = recipe.sharding
+    recipe, settings, sharding = run.recipe, run.settings, run.sharding
     parts: dict[str, Any] = {
         "choice": [recipe.model.dtype, recipe.model.attention],
         "method": to_json(recipe.method),
@@ -131,18 +123,18 @@ def traced_configuration(recipe: Recipe, settings: FsdpSettings) -> dict[str, An
             bool(recipe.data.options.get("prompts")),
         ],
         "batch": to_json(replace(recipe.batch, accumulation=1, global_batch=None)),
-        "sharding": [sharding.layout, sharding.param_dtype, sharding.output_dtype],
+        "sharding": [sharding.layout, sharding.compute_dtype, sharding.output_dtype],
         "precision": settings.mixed_precision,
-        "ignored": settings.ignored_modules,
-        "tensor": [settings.mesh.tp, sharding.expert_parallel],
-        "sequence": sharding.sequence_parallel,
-        "context": [settings.mesh.cp, settings.cp_comm_strategy] if settings.mesh.cp > 1 else None,
+        "ignored": sharding.ignored_modules,
+        "tensor": [run.mesh.tp, run.mesh.ep],
+        "sequence": recipe.sharding.sequence_parallel,
+        "context": [run.mesh.cp, settings.cp_comm_strategy] if run.mesh.cp > 1 else None,
     }
-    wrapping = [settings.wrap_policy, list(settings.wrap_classes), settings.min_num_params]
-    if sharding.compile:
+    wrapping = [sharding.wrap_policy, list(sharding.wrap_classes), sharding.min_num_params]
+    if recipe.sharding.compile:
         # Every block unit is compiled by itself.
         parts["compiled"] = wrapping
-    if settings.activation_checkpointing:
+    if sharding.recomputes:
         parts["checkpointing"] = [
             to_json(sharding.checkpointing),
             settings.activation_checkpointing_offload,
