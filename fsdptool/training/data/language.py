@@ -92,7 +92,6 @@ def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path)
 
 def _with_progress(source: Source) -> Source:
     """Return the same rows; reading them tells how far the work is."""
-
     what = f"tokenising {source.place}"
 
     def counted() -> Iterator[tuple[str, Row]]:
