@@ -33,7 +33,6 @@ def command(
 
     Continues where an earlier call stopped. Training finds the result automatically.
     """
-
     from fsdptool.api.runs import prepare_precompute
     from fsdptool.runs.signals import handle_stop_signals
     from fsdptool.training.data.encoded import precompute_report, run_processes
