@@ -230,7 +230,7 @@ def features(model: Any, listing: Listing) -> int:
     """Return how many placeholders one sample's image or sound has, by asking the model for its features."""
     import torch
 
-    from fsdptool.families.bases.listed import listed_inputs
+    from fsdptool.families.bases.batches import listed_inputs
     from fsdptool.families.synthetic import synthesise
 
     batch = 2

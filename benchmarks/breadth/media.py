@@ -63,7 +63,7 @@ def step(model: Any, listing: inputs.Listing) -> dict[str, Any]:
     """Run a forward and a backward, with a target of the output's shape if the class returns no loss."""
     import torch
 
-    from fsdptool.families.bases.listed import listed_inputs
+    from fsdptool.families.bases.batches import listed_inputs
     from fsdptool.families.objectives import ModuleLoss
 
     def run(listing: inputs.Listing) -> Any:

@@ -25,8 +25,7 @@ from typing import Any
 
 from fsdptool.config import read_settings
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file, write_across
+from fsdptool.config.migrate import migrate_file, repair, write_across
 from fsdptool.config.reader import fulfils, kept
 from fsdptool.config.result import Reading, Verdict
 from fsdptool.files.text import UnreadableError, decode

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.inspection import inspect
-from fsdptool.inspection.splitting import tensor_summary
+from fsdptool.inspection.document import tensor_summary
 from fsdptool.records.codec import to_json
 from fsdptool.source import resolve
 

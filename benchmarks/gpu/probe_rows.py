@@ -117,14 +117,14 @@ def attention(write: Write, folder: Path, small: bool) -> None:
 
 def ring(write: Write, folder: Path, small: bool) -> None:
     """The kernels behind context parallelism against fp32 mathematics, forward and backward."""
-    from fsdptool.families.objectives import context_ring
+    from fsdptool.families.objectives import context_attention
 
     where = device(small)
     rows: list[dict[str, Any]] = []
     for dtype, size in ((torch.float32, 64), (torch.bfloat16, 128), (torch.bfloat16, 80)):
         for causal in (False, True):
             sample = torch.empty(1, 1, 1, size, dtype=dtype, device=where)
-            kernel = context_ring.kernel_for(sample, sample)
+            kernel = context_attention.kernel_for(sample, sample)
             torch.manual_seed(0)
             length = 64 if small else 512
             operands: Any = [torch.randn(1, 4, length, size, device=where, dtype=dtype) for _ in range(3)]

@@ -22,9 +22,8 @@ from fsdptool.planning.plan import plan_from
 from fsdptool.records.command_documents import Comparison
 from fsdptool.records.detection import Detection
 from fsdptool.records.diagnostic import read_answer
-from fsdptool.report.page.comparison import comparison_page
 from fsdptool.report.page.detection import detection_page
-from fsdptool.report.page.plan import plan_page
+from fsdptool.report.page.plan import comparison_page, plan_page
 
 PAGES = {
     "plan": lambda document: plan_page(plan_from(document, where="the plan")),

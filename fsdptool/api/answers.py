@@ -131,7 +131,7 @@ class ShownComparison(Comparison):
 
     def html(self) -> str:
         """Return the page of ``compare -o comparison.html``."""
-        from fsdptool.report.page.comparison import comparison_page
+        from fsdptool.report.page.plan import comparison_page
 
         return comparison_page(self._answer())
 

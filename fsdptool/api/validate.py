@@ -47,7 +47,7 @@ class ShownVerdict(Verdict):
 
     def html(self) -> str:
         """Return the findings as a page, file by file."""
-        from fsdptool.report.page.findings import verdict_page
+        from fsdptool.report.page.parts import verdict_page
 
         return verdict_page(self.readings)
 

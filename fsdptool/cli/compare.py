@@ -38,7 +38,7 @@ def command(
     """
     from fsdptool.planning.compare import compare
     from fsdptool.records.diagnostic import answer
-    from fsdptool.report.console.comparison import print_comparison
+    from fsdptool.report.console.plan import print_comparison
 
     check_output(output, force, {"a comparison": (".json", ".html")})
     if right is None:
@@ -54,7 +54,7 @@ def command(
     else:
         print_comparison(comparison, explain=explain)
     if output is not None:
-        from fsdptool.report.page.comparison import comparison_page
+        from fsdptool.report.page.plan import comparison_page
 
         write_answer(output, compared, comparison_page, force=force)
     if tolerance is None:

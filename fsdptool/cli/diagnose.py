@@ -36,7 +36,7 @@ def command(
     if format is Format.JSON:
         print_document(envelope("diagnose", diagnosis.target, diagnosis))
     else:
-        from fsdptool.report.console.diagnosis import print_diagnosis
+        from fsdptool.report.console.runs import print_diagnosis
 
         print_diagnosis(diagnosis)
     if diagnosis.exception is not None or (diagnosis.failed and not diagnosis.failures):

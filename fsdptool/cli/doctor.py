@@ -66,7 +66,7 @@ def _measure(*, cpu: bool, output: Path | None, force: bool, format: Format) -> 
     if format is Format.JSON:
         print_document(document)
     else:
-        from fsdptool.report.console.measurements import print_measurements
+        from fsdptool.report.console.doctor import print_measurements
 
         print_measurements(measured)
     return int(ExitCode.CLEAN if measured.ok else ExitCode.FINDINGS)

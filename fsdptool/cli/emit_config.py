@@ -117,7 +117,7 @@ def _merge(emission: Emission, into: Path, force: bool, format: Format) -> bool:
     """Merge into a file after showing the difference; return False if the user declined."""
     from fsdptool.config.writer import merge_into
     from fsdptool.files.text import replace_file
-    from fsdptool.report.diff import unified
+    from fsdptool.report.console.tables import unified
 
     merged = merge_into(into, emission.settings)
     difference = unified(merged.before, merged.after)

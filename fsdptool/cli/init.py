@@ -92,7 +92,7 @@ def command(
 
 def _print(starter: Starter, paths: tuple[Path, Path], reference: str, trusted: bool) -> None:
     from fsdptool.report.plan_words import brief, headline, need, shown, spare_memory, speed
-    from fsdptool.source.imports import is_import
+    from fsdptool.source.references import is_import
 
     recipe, config = (shlex.quote(str(path)) for path in paths)
     named = is_import(reference)

@@ -104,7 +104,7 @@ def _migrate(
 
 def _show(changed: list[Migrated], diff: bool) -> None:
     from fsdptool.files.text import decode
-    from fsdptool.report.diff import unified
+    from fsdptool.report.console.tables import unified
 
     for result in changed:
         if diff:

@@ -143,8 +143,8 @@ def answer_sweep(
 
     from fsdptool.planning.sweep import sweep
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.console.sweep import print_sweep, print_sweep_rows, sweep_csv
-    from fsdptool.report.page.sweep import sweep_svg
+    from fsdptool.report.console.plan import print_sweep, print_sweep_rows, sweep_csv
+    from fsdptool.report.page.plan import sweep_svg
 
     with show_progress() as progress:
         result = sweep(options, values, progress=progress)
@@ -224,7 +224,7 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     """Recompute a saved plan, print what changed and return the exit status."""
     from fsdptool.planning.compare import check_plan
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.console.comparison import print_changes
+    from fsdptool.report.console.plan import print_changes
 
     with show_progress() as progress:
         after, changes = check_plan(path, trust_remote_code=trust_remote_code, progress=progress)

@@ -101,7 +101,7 @@ def add(
 def listing(format: FormatOption = Format.TEXT) -> int:
     """List the entries: those that run, those that wait and why, and those that have ended."""
     from fsdptool.records.diagnostic import envelope
-    from fsdptool.report.console.queue import print_queue
+    from fsdptool.report.console.runs import print_queue
 
     report = _queue().report()
     if format is Format.JSON:

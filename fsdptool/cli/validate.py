@@ -20,8 +20,8 @@ from fsdptool.cli.options import (
 from fsdptool.errors import ConfigError, ExitCode, FsdptoolError, StorageError
 
 if TYPE_CHECKING:
-    from fsdptool.config.fixes import Repaired
     from fsdptool.config.lint_settings import FindingSelector
+    from fsdptool.config.migrate import Repaired
     from fsdptool.config.result import Conditions, Reading, Verdict
     from fsdptool.files.text import SourceText
 
@@ -140,8 +140,8 @@ def _selectors(only: list[str], readings: list[Reading], unsafe: bool) -> tuple[
     Raises:
         ConfigError: A finding does not exist or cannot be fixed, or a line is named for several files.
     """
-    from fsdptool.config.fixes import selected
     from fsdptool.config.lint_settings import read_selectors
+    from fsdptool.config.migrate import selected
 
     selectors = read_selectors(only, "--only")
     if len(readings) > 1 and any(selector.line is not None for selector in selectors):
@@ -168,7 +168,7 @@ def _repair(
     selectors: tuple[FindingSelector, ...] | None,
 ) -> Repaired | None:
     """Fix what is reported; the code of a finding decides in later passes, too."""
-    from fsdptool.config.fixes import repair, repair_selected
+    from fsdptool.config.migrate import repair, repair_selected
 
     if reading.source is None or reading.dialect is None:
         return None
@@ -185,7 +185,7 @@ def _repair(
 
 
 def _show(repaired: list[Repaired | None]) -> bool:
-    from fsdptool.report.diff import unified
+    from fsdptool.report.console.tables import unified
 
     text = "".join(unified(result.before, result.after.text) for result in repaired if result is not None)
     sys.stdout.write(text)

@@ -29,9 +29,8 @@ from fsdptool.config.shell import (
     parse_environment,
     plain,
 )
-from fsdptool.files.json_tree import parse_json_source
 from fsdptool.files.text import SourceText, UnreadableError, read_source
-from fsdptool.files.tree import Document, Entry, Included, Node, ParseError, walk
+from fsdptool.files.tree import Document, Entry, Included, Node, ParseError, parse_json_source, walk
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext

@@ -20,9 +20,8 @@ from fsdptool.config.dialects import detect_dialect, sniff_dialect
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import Dialect
 from fsdptool.errors import ConfigError
-from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SourceText, UnreadableError, read_source
-from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, to_python
+from fsdptool.files.tree import Entry, Node, ParseError, duplicates, effective_entries, parse_json, to_python
 from fsdptool.files.yaml_tree import parse_yaml
 from fsdptool.formatting import printable
 from fsdptool.records.annotations import (

@@ -16,7 +16,7 @@ from fsdptool.inspection.wrap import choose, select
 from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Parameter, Reference
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
-from fsdptool.source.imports import own_code_digest
+from fsdptool.source.references import own_code_digest
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import FsdptoolError, ModelError
 from fsdptool.families.registry import family_of
-from fsdptool.inspection.overrides import Watched, check_overrides
+from fsdptool.inspection.keys import Watched, check_overrides
 from fsdptool.records.anatomy import ModelSpec
 
 if TYPE_CHECKING:

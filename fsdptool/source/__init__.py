@@ -2,7 +2,7 @@
 
 from fsdptool.source.adapters import adapted, check_continues
 from fsdptool.source.config_checks import check_consent, consented
-from fsdptool.source.recipe_paths import located, rebased, with_places
+from fsdptool.source.references import located, rebased, with_places
 from fsdptool.source.resolve import resolve, resolve_choice
 from fsdptool.source.weight_files import check_weights, weights_left_out
 

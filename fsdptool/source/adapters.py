@@ -10,7 +10,7 @@ from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a refere
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.recipe import MAX_LORA_RANK, Lora, Method, Recipe
-from fsdptool.source.files import short
+from fsdptool.source.references import short
 
 _NAMES = {
     "r": "rank",

@@ -16,7 +16,7 @@ from fsdptool.errors import ReferenceError as BadReference
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Recipe
-from fsdptool.source.imports import IMPORT_FLAG, is_import
+from fsdptool.source.references import IMPORT_FLAG, is_import
 from fsdptool.spelling import did_you_mean
 
 ZERO_LAYERS = "DET101"

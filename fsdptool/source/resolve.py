@@ -24,18 +24,19 @@ from fsdptool.source.config_checks import (
     diffusers_classes,
     transformers_model_types,
 )
-from fsdptool.source.files import (
+from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
+from fsdptool.source.references import (
     CLASS_MISMATCH,
     components,
     expanded,
+    import_spec,
+    is_import,
+    locate,
     pick,
     read_config,
     refuse_pages,
     short,
 )
-from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
-from fsdptool.source.imports import import_spec, is_import
-from fsdptool.source.recipe_paths import locate
 from fsdptool.source.weight_files import WeightFiles, find_weights
 from fsdptool.spelling import nearest
 
@@ -126,7 +127,7 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
     Args:
         choice: What the recipe, a plan or a saved run says of the model.
         folder: Where a relative path is looked up first, usually the recipe's folder; see
-            :func:`~fsdptool.source.recipe_paths.locate`.
+            :func:`~fsdptool.source.references.locate`.
 
     Raises:
         ReferenceError: The reference cannot be resolved; the message says what and what next.

@@ -21,7 +21,7 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import ModelChoice
 from fsdptool.source.config_checks import library_source, transformers_model_types
-from fsdptool.source.files import read_config
+from fsdptool.source.references import read_config
 
 LEFT_OUT = "DET116"
 UNREADABLE = "DET117"

@@ -22,7 +22,7 @@ from fsdptool.config.canonical import BOOLEANS, COMMON
 from fsdptool.config.dialects import CERTAIN, load_registry
 from fsdptool.config.dialects.protocol import API_VERSION, Dialect, parse_source
 from fsdptool.config.edits import Editor, apply_edits
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading

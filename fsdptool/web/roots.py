@@ -11,7 +11,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files import text as text_files
 from fsdptool.files.text import is_folder
 from fsdptool.formatting import printable
-from fsdptool.source.files import expanded
+from fsdptool.source.references import expanded
 
 
 class Roots:

@@ -20,7 +20,7 @@ from fsdptool.launch.queue.entries import Queue
 from fsdptool.launch.queue.file import read_log_lines
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.records.run import RunView
-from fsdptool.report.console.diagnosis import divergence_lines
+from fsdptool.report.console.runs import divergence_lines
 from fsdptool.report.console.train import memory_text
 from fsdptool.report.page.run import run_parts
 from fsdptool.runs.diagnose import diagnose

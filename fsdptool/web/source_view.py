@@ -16,7 +16,7 @@ from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, Severity
 from fsdptool.report.console.findings import shown
-from fsdptool.report.diff import unified
+from fsdptool.report.console.tables import unified
 
 MOST_LINES = 2000
 """Lines of a file that a page shows."""

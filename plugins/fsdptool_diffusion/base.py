@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.bases import CatalogueFamily
 from fsdptool.families.bases.batches import SOURCES, stacked, time
-from fsdptool.families.bases.families import load_class, plain
-from fsdptool.families.bases.libraries import one_line, quiet
+from fsdptool.families.bases.families import load_class, one_line, plain, quiet
 from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.protocol import Objective, TensorSpec
 from fsdptool_diffusion.objectives import Epsilon, FlowMatching, VPrediction

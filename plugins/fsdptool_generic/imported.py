@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
-from fsdptool.families.bases.libraries import one_line
-from fsdptool.families.bases.listed import described, listed_inputs
+from fsdptool.families.bases.batches import described, listed_inputs
+from fsdptool.families.bases.families import one_line
 from fsdptool.families.protocol import Family, Flavour, Match, Objective, TensorSpec
 from fsdptool.spelling import nearest
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ModelError
 from fsdptool.families.objectives.common import unwrapped
-from fsdptool.families.objectives.features import Classification
+from fsdptool.families.objectives.features import Classification, Compute, ModuleLoss, call, first_tensor
 from fsdptool.families.objectives.language import CausalLM
-from fsdptool.families.objectives.module import Compute, ModuleLoss, call, first_tensor
 from fsdptool.families.protocol import Objective
 
 if TYPE_CHECKING:

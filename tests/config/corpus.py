@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.config import read_settings
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.config.result import Reading
 
 VERDICTS = Path(__file__).with_name("corpus_verdicts.jsonl")

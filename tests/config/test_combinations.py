@@ -15,7 +15,7 @@ from accelerate_oracle import run_accelerate
 from test_rules_against_accelerate import change
 
 from fsdptool.config import read_settings
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 
 MISWRITTEN = {
     "a top-level key": (("mixed_precision:", "mixed_precison:"), {"mixed_precision": "bf16"}),

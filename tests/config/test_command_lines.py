@@ -13,8 +13,7 @@ from trainer_oracle import run_trainer
 
 from fsdptool.config import read_settings
 from fsdptool.config.command_lines import NamedFiles
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.config.result import Reading
 
 FSDP2 = """\

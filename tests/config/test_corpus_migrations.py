@@ -12,8 +12,7 @@ import yaml
 from fsdptool.config import read_settings
 from fsdptool.config.canonical import facts_from
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.files.values import load_schema
 
 FILES = corpus.files()

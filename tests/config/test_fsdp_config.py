@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fsdptool.config import read_settings
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 
 TRUTHS = [True, False, True, False, "true", "False", "no", 1, 0, None, "maybe", 2]
 VALUES: dict[str, list[Any]] = {

@@ -12,8 +12,7 @@ import simpletuner_oracle
 from test_every_code import LLAMA, tiny
 
 from fsdptool.config import Reading, read_settings
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.inspection import inspect
 from fsdptool.source import resolve
 

@@ -94,7 +94,7 @@ def test_one_file_that_cannot_be_written_does_not_keep_the_others_from_it(
 def test_a_file_that_changes_in_between_is_left_to_its_writer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import fsdptool.config.fixes as fix
+    import fsdptool.config.migrate as fix
 
     honest = fix.repair
 

@@ -15,8 +15,7 @@ from test_rules_against_accelerate import GOOD, accelerator_refuses
 from fsdptool.config import read_settings
 from fsdptool.config.canonical import DETAILS as DETAIL_FACTS
 from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 
 SIZES = st.sampled_from([1, 2, 4, 8, "2", "1", 0, -1, 2.0, True, None, "two", [2]])
 KERNEL = "kernels-community/flash-attn2"

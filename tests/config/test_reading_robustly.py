@@ -15,9 +15,8 @@ from test_rules_against_accelerate import GOOD
 
 from fsdptool.config import read_settings
 from fsdptool.config.result import Verdict
-from fsdptool.files.json_tree import parse_json
 from fsdptool.files.text import SIZE_LIMIT, UnreadableError, decode
-from fsdptool.files.tree import ParseError, to_python
+from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.files.yaml_tree import parse_yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "config"))

@@ -19,7 +19,7 @@ import fsdptool
 from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.config.recipe import _OTHER_NAMES, dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema

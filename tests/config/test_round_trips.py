@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.canonical import facts_from
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import write_across
+from fsdptool.config.migrate import repair, write_across
 from fsdptool.config.writer import merge_into
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText

@@ -9,8 +9,7 @@ import pytest
 from accelerate_oracle import Outcome, run_accelerate, validate_mesh
 
 from fsdptool.config import Reading, read_settings
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 
 GOOD = """\
 compute_environment: LOCAL_MACHINE

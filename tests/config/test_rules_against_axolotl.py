@@ -15,8 +15,7 @@ import pytest
 
 from fsdptool.config import read_settings
 from fsdptool.config.dialects.axolotl.refusals import REFUSALS, Values
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.files.yaml_tree import parse_yaml
 
 TOP = """\

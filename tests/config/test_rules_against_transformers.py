@@ -11,7 +11,7 @@ import pytest
 from trainer_oracle import check_explained, run_trainer
 
 from fsdptool.config import read_settings
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 
 # code, fsdp, fsdp_config, what transformers does: an error's text, or settings.
 CASES: dict[str, tuple[Any, dict[str, Any], str | dict[str, Any]]] = {

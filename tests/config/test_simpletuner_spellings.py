@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdptool.config import read_settings, write_settings
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.records.sharding import FsdpSettings
 
 # What SimpleTuner 4.8.0's parser refuses, and what it can only have meant.

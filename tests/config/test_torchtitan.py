@@ -11,12 +11,10 @@ import pytest
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
 from fsdptool.config.dialects.torchtitan import keys_of
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import write_across
+from fsdptool.config.migrate import repair, write_across
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.files.toml_tree import parse_toml
-from fsdptool.files.tree import ParseError, to_python
+from fsdptool.files.tree import ParseError, parse_toml, to_python
 from fsdptool.planning.request import read_request_settings
 from fsdptool.records.sharding import FsdpSettings
 

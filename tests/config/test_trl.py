@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from fsdptool.config import read_settings
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.config.result import Reading
 
 SFT = "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: trl-lib/Capybara\npacking: true\n"

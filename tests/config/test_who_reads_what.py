@@ -13,8 +13,7 @@ from test_rules_against_accelerate import GOOD
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.dialects import load_registry
-from fsdptool.config.fixes import repair
-from fsdptool.config.migrate import migrate_file
+from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.shell import _SWITCHES
 from fsdptool.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.listed import listed_inputs
+from fsdptool.families.bases.batches import listed_inputs
 from fsdptool.families.objectives import ModuleLoss
 from fsdptool.families.registry import family_of
 from fsdptool.families.synthetic import synthesise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdptool.inspection import inspect
-from fsdptool.inspection.splitting import tensor_summary
+from fsdptool.inspection.document import tensor_summary
 from fsdptool.records.codec import to_json
 from fsdptool.source import resolve
 

@@ -14,8 +14,7 @@ from fsdptool.inspection.api import describe
 from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.tensor_plan import TensorPlan
-from fsdptool.testing.families import SmallModel, small_model
-from fsdptool.testing.splitting import compare
+from fsdptool.testing.families import SmallModel, compare, small_model
 
 
 def small(reference: str) -> SmallModel:

@@ -21,8 +21,7 @@ from fsdptool.records.plan import ComponentBytes, Plan, Rejection, RejectionKind
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Basis, ColourGroup, Component
 from fsdptool.report import plan_words
-from fsdptool.report.console.comparison import print_changes, print_comparison
-from fsdptool.report.console.plan import print_plan
+from fsdptool.report.console.plan import print_changes, print_comparison, print_plan
 from fsdptool.report.page.plan import plan_page
 
 # All on one worker: another would make the same plan again.

@@ -29,9 +29,9 @@ from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.console.plan import print_plan
-from fsdptool.report.curve import curve
 from fsdptool.report.page.parts import breaking, cards
 from fsdptool.report.page.plan import plan_page, plan_picture
+from fsdptool.report.plan_words import curve
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30

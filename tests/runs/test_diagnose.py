@@ -21,7 +21,7 @@ from fsdptool.files.values import check
 from fsdptool.launch.outcome import write_summary
 from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
-from fsdptool.report.console.diagnosis import print_diagnosis
+from fsdptool.report.console.runs import print_diagnosis
 from fsdptool.rules import signatures
 from fsdptool.runs import diagnose as module
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream

@@ -11,7 +11,7 @@ from sites import PATIENCE, TINY, Server, serving
 
 from fsdptool.formatting import amount
 from fsdptool.planning.plan import chosen_candidate, plan_from
-from fsdptool.report.curve import moments
+from fsdptool.report.plan_words import moments
 from fsdptool.web.server import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]

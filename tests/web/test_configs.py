@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 from sites import Site, form_fields
 
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.config.reader import read_settings
 
 MISSPELT = """\

@@ -113,7 +113,7 @@ def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
     Raises:
         ParseError: The text cannot be parsed.
     """
-    from fsdptool.files.json_tree import parse_json_source
+    from fsdptool.files.tree import parse_json_source
     from fsdptool.files.yaml_tree import parse_yaml
 
     document = dialect.parse(source) if dialect is not None else None

@@ -118,7 +118,7 @@ class SimpleTuner(Dialect):
 
     def parse(self, source: SourceText) -> Document | None:
         """Read JSON whatever the file is called."""
-        from fsdptool.files.json_tree import parse_json_source
+        from fsdptool.files.tree import parse_json_source
 
         return parse_json_source(source) if source.text.lstrip()[:1] == "{" else None
 

@@ -251,7 +251,7 @@ class Torchtitan(Dialect):
 
     def parse(self, source: SourceText) -> Document:
         """Read the text as TOML."""
-        from fsdptool.files.toml_tree import parse_toml
+        from fsdptool.files.tree import parse_toml
 
         return parse_toml(source.text)
 

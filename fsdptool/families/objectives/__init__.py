@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdptool.families.objectives.features import Classification, Contrastive, Features
+from fsdptool.families.objectives.features import Classification, Contrastive, Features, ModuleLoss
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
-from fsdptool.families.objectives.module import ModuleLoss
 from fsdptool.families.objectives.preference import Dpo, Orpo, SimPo
 from fsdptool.families.protocol import Objective
 

@@ -295,7 +295,7 @@ def kernels_of(profile: Profile) -> Iterator[None]:
     """Answer as the profile's device would, with the masks of a real run."""
     from torch import _meta_registrations
 
-    from fsdptool.families.objectives import context_ring
+    from fsdptool.families.objectives import context_attention
 
     with ExitStack() as stack:
         try:
@@ -317,5 +317,5 @@ def kernels_of(profile: Profile) -> Iterator[None]:
                 stack.enter_context(replaced(module, name, half_groups_only(getattr(module, name))))
             stack.enter_context(replaced(functional, "dropout", _drop))
             stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))
-            stack.enter_context(replaced(context_ring, "kernel_for", context_ring.cuda_kernel))
+            stack.enter_context(replaced(context_attention, "kernel_for", context_attention.cuda_kernel))
         yield

@@ -16,7 +16,7 @@ from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import digest, library_versions, tool_version
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.trace import Profile, Trace
-from fsdptool.source.imports import own_code_digest
+from fsdptool.source.references import own_code_digest
 
 KIND = "trace"
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.bases.libraries import quiet
+from fsdptool.families.bases.families import quiet
 from fsdptool.modeling.methods import method_of
 
 if TYPE_CHECKING:

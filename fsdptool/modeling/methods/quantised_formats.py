@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdptool.families.bases.libraries import quiet
+from fsdptool.families.bases.families import quiet
 from fsdptool.modeling.methods import check_format
 
 Format = Literal["nf4", "int8", "float8"]

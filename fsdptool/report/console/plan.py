@@ -1,14 +1,17 @@
-"""Plans on the console. Decides nothing."""
+"""Plans, sweeps and comparisons on the console. Decides nothing."""
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Literal
+from typing import Any, Literal
 
 from fsdptool.formatting import amount
+from fsdptool.records.command_documents import Comparison, Sweep
 from fsdptool.records.lengths import LengthsPlan
+from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
 from fsdptool.report import plan_words as words
@@ -20,8 +23,8 @@ from fsdptool.report.console.tables import (
     print_table,
     terminal_width,
 )
-from fsdptool.report.curve import curve
-from fsdptool.report.plan_words import duration, mesh_lines
+from fsdptool.report.plan_words import curve, duration, mesh_lines
+from fsdptool.report.summaries import figure_cells, headline
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"fits": "bold green", "does_not_fit": "bold red", "unknown": "bold yellow"}
@@ -466,3 +469,116 @@ def _pipeline(plan: Plan) -> None:
     ]
     heads = ("stage", "blocks", "parameters", "in flight", "activations", "allocated", "per micro-batch")
     print_table(heads, rows, numeric=(0, 2, 3, 4, 5, 6), optional=(4, 6))
+
+
+_FIGURES = (
+    "verdict",
+    "device_total_bytes",
+    "usable_bytes",
+    "host_bytes_per_node",
+    "step_seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "global_batch",
+    "price_per_million_tokens",
+    "price_per_run",
+)
+_SETTINGS = (
+    "micro_batch",
+    "accumulation",
+    "checkpointing",
+    "reshard_after_forward",
+    *(item.name for item in PLANNED),
+    "cpu_offload",
+)
+
+
+def print_sweep(sweep: Sweep) -> None:
+    """Print one row per combination: its values, verdict, memory, speed and chosen configuration."""
+    swept = [name.replace("_", " ") for name in sweep.options]
+    priced = any(row.price_per_million_tokens is not None for row in sweep.rows)
+    heads = (*swept, "verdict", "memory", "per step", "speed", "per million tokens", "configuration")
+    rows = []
+    for row in sweep.rows:
+        values = [f"{row.values[name]:g}" for name in sweep.options]
+        if row.verdict is None or row.settings is None:
+            rows.append((*values, "invalid", "", "", "", "", row.reason or ""))
+            continue
+        rows.append(
+            (
+                *values,
+                words.VERDICTS[row.verdict],
+                amount(row.device_total_bytes),
+                words.duration(row.step_seconds),
+                words.speed(row),
+                words.money(row.price_per_million_tokens) if priced else "",
+                words.brief(row.settings),
+            )
+        )
+    first = len(swept)
+    if not priced:
+        heads = (*heads[: first + 4], heads[-1])
+        rows = [(*row[: first + 4], row[-1]) for row in rows]
+    numeric = (*range(first), *range(first + 1, len(heads) - 1))
+    print_table(heads, rows, numeric=numeric, optional=(first + 2, first + 3))
+
+
+def print_sweep_rows(sweep: Sweep, separator: Literal["tsv", "csv"]) -> None:
+    """Print the rows for programs (:func:`~fsdptool.report.console.tables.print_rows`)."""
+    print_rows(*_table(sweep), separator=separator)
+
+
+def sweep_csv(sweep: Sweep) -> str:
+    """Return the rows as CSV."""
+    stream = io.StringIO()
+    print_rows(*_table(sweep), separator="csv", stream=stream)
+    return stream.getvalue()
+
+
+def _table(sweep: Sweep) -> tuple[Sequence[str], Iterable[Sequence[object]]]:
+    names = sweep.options
+    own = tuple(name for name in _SETTINGS if name not in names)
+    rows = (
+        (
+            *(row.values[name] for name in names),
+            *(getattr(row, name) for name in _FIGURES),
+            *(getattr(row.settings, name, None) for name in own),
+            row.reason,
+        )
+        for row in sweep.rows
+    )
+    return (*names, *_FIGURES, *own, "reason"), rows
+
+
+def print_changes(path: str, changes: Sequence[tuple[str, Any, Any]]) -> None:
+    """Print what changed since a plan was saved, one row each."""
+    if not changes:
+        print_line(f"{path}: no changes", style="bold green")
+        return
+    count = f"{len(changes)} value{'s' if len(changes) != 1 else ''} changed"
+    print_line(f"{path}: {count}", style="bold red")
+    print_table(("value", "saved", "now"), [(what, _value(a), _value(b)) for what, a, b in changes])
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def print_comparison(comparison: Comparison, *, explain: bool = False) -> None:
+    """Print a comparison comparison: figures, then phases; ``explain`` adds every moment of a step."""
+    run = comparison.kind == "run"
+    heads = ("predicted", "measured", "measured over predicted") if run else ("left", "right", "difference")
+    print_line(headline(comparison), style="bold")
+    print_line()
+    print_table(("", *heads), [figure_cells(row) for row in comparison.rows], numeric=(1, 2, 3))
+    every = comparison.moments
+    moments = every if run or explain else [row for row in every if row.what.startswith("phase ")]
+    if moments:
+        print_line()
+        title = "measured" if run else "moment"
+        print_table((title, *heads), [figure_cells(row) for row in moments], numeric=(1, 2, 3))
+    if len(every) > len(moments):
+        print_line(f"--explain shows {len(every) - len(moments)} moments of a step", style="dim")
+    for note in comparison.notes:
+        print_line(f"note: {note}")

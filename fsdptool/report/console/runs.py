@@ -1,4 +1,4 @@
-"""The state of a run, and lists of runs, in terminals and pipes. Decides nothing."""
+"""Runs, lists of runs, the queue and diagnoses of failed runs, in terminals and pipes. Decides nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from fsdptool.formatting import amount, elapsed, printable
+from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, RecognisedFailure
+from fsdptool.records.queue import QueueEntry, QueueReport
 from fsdptool.records.run import PhaseMemory, RankProgress, RunList, RunView
 from fsdptool.report.console.tables import print_line, print_rows, print_table
+from fsdptool.report.console.train import memory_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
 
 _STYLES = {
     "running": "bold cyan",
@@ -246,3 +250,128 @@ def run_panel(run: RunView, losses: Sequence[float | None], *, now: float) -> Re
     if len(run.ranks) > _SHOWN_RANKS:
         parts.append(Text(f"and {len(run.ranks) - _SHOWN_RANKS} ranks with later progress", style="dim"))
     return Group(*parts)
+
+
+def print_queue(report: QueueReport, *, now: float) -> None:
+    """Print the queue as ``fsdptool queue list --format json`` prints it.
+
+    Args:
+        report: A :class:`~fsdptool.records.queue.QueueReport` as a report.
+        now: Seconds since 1970.
+    """
+    entries = report.entries
+    if not entries:
+        print_line("the queue is empty")
+    else:
+        print_table(
+            ("entry", "state", "needs", "since", "run", "note"),
+            [
+                (
+                    str(entry.id),
+                    entry.state,
+                    needs_text(entry),
+                    elapsed(max(now - (entry.ended or entry.started or entry.added), 0.0)),
+                    printable(entry.folder),
+                    printable(note_text(entry)),
+                )
+                for entry in entries
+            ],
+            numeric=(0,),
+            optional=(5,),
+        )
+    if report.scheduler is None and any(entry.state == "waiting" for entry in entries):
+        print_line("no program is running the queue; start one: `fsdptool queue run` or `fsdptool ui`")
+
+
+def needs_text(entry: QueueEntry) -> str:
+    """Return what an entry needs: ``GPUs 0,1`` or ``2 slots``."""
+    if entry.gpus:
+        return printable(_gpus(entry.gpus))
+    return f"{entry.slots} slot{'s' if entry.slots != 1 else ''}"
+
+
+def _gpus(names: Sequence[str]) -> str:
+    return f"GPU{'s' if len(names) > 1 else ''} {','.join(names)}"
+
+
+def note_text(entry: QueueEntry) -> str:
+    """Return why an entry waits, or what went wrong; empty if there is nothing to say."""
+    wait = entry.wait
+    if wait is None:
+        return entry.message or ""
+    what = {
+        "gpus": f"{_gpus(wait.gpus)} {'is' if len(wait.gpus) == 1 else 'are'} in use",
+        "slots": "the process slots are in use",
+        "folder": "the run folder is in use",
+    }[wait.reason]
+    if wait.queued:
+        return f"starts after {wait.holder}"
+    return f"{what}: {wait.holder}"
+
+
+def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
+    """Print a diagnosis: the cause, what shows it, what to change, and what followed from it."""
+    if diagnosis.run is not None:
+        print_line(run_lines(diagnosis.run)[0], style="bold")
+    causes = [item for item in diagnosis.failures if not item.consequence]
+    for item in causes:
+        print_line(f"{item.title}{failure_place(item)} [{item.code}]", style="bold red")
+        print_line(f"  seen:    {item.file}:{item.line}: {item.text}")
+        if item.cause == "diverged_ranks" and diagnosis.divergence is not None:
+            for line in divergence_lines(diagnosis.divergence):
+                print_line(f"  ranks:   {line}")
+        print_line(f"  cause:   {item.why}")
+        print_line(f"  change:  {item.change}")
+        print_line(f"  more:    fsdptool rule {item.code}; source: {item.source}")
+    if diagnosis.memory is not None:
+        for line in memory_text(diagnosis.memory).splitlines():
+            print_line(line)
+    if diagnosis.exception is not None:
+        seen = diagnosis.exception
+        print_line("no known failure explains this; the last exception is", style="yellow")
+        print_line(f"  {seen.file}:{seen.line}: {seen.text}")
+    elif not causes:
+        print_line("no known failure was found" if diagnosis.run is None else _nothing(diagnosis))
+    for item in diagnosis.failures:
+        if item.consequence:
+            print_line(f"consequence: {item.title}{failure_place(item)} [{item.code}]", style="dim")
+    for note in diagnosis.notes:
+        print_line(f"note: {note}")
+    if diagnosis.read_bytes < diagnosis.total_bytes:
+        read, total = amount(diagnosis.read_bytes), amount(diagnosis.total_bytes)
+        print_line(f"note: read {read} of {total}, the beginning and the end of each log")
+
+
+def _nothing(diagnosis: FailureDiagnosis) -> str:
+    if not diagnosis.failed:
+        return "the run has not failed"
+    failure = diagnosis.run.failure if diagnosis.run is not None else None
+    return f"no known failure explains this: {failure.message if failure else 'the logs contain no error'}"
+
+
+def divergence_lines(divergence: Divergence) -> list[str]:
+    """Return who called which collective, those first that differ from the others."""
+    of_group = f" of process group {divergence.group}" if divergence.group else ""
+    counted = of_group if divergence.group_ranks else ""
+    calls = sorted(divergence.calls, key=lambda call: not call.odd)
+    lines = []
+    for call in calls:
+        sizes = ""
+        if call.elements_in is not None:
+            sizes = f" (NumelIn={call.elements_in}, NumelOut={call.elements_out})"
+        lines.append(f"{_ranks(call.ranks)}{counted} called {call.operation}{sizes}")
+    lines[0] += f" as collective {divergence.sequence}{of_group if not counted else ''}"
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}"
+
+
+def failure_place(item: RecognisedFailure) -> str:
+    """Return phase and ranks of a failure, as they follow its title: `` in backward (rank 3)``."""
+    phase = f" in {item.phase}" if item.phase else ""
+    if not item.ranks:
+        return phase
+    return f"{phase} ({_ranks(item.ranks)})"

@@ -1,9 +1,10 @@
-"""Tables and lines of text, in terminals and pipes alike. NO_COLOR is honoured by rich."""
+"""Tables, diffs and lines of text, in terminals and pipes alike. NO_COLOR is honoured by rich."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import re
 import shlex
 import shutil
@@ -11,11 +12,15 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from fsdptool.formatting import printable
+from fsdptool.formatting import printable, printable_lines
 from fsdptool.records.annotations import key_of
 from fsdptool.records.diagnostic import Diagnostic
+
+if TYPE_CHECKING:
+    from fsdptool.files.text import SourceText
+
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -302,3 +307,35 @@ def print_records(records: Sequence[Any], separator: Literal["tsv", "csv"]) -> N
 
 def _joined(value: Any) -> Any:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+
+def unified(before: SourceText, after: str, name: str | None = None) -> str:
+    """Return what ``patch`` would do to a file, empty when nothing changes.
+
+    Args:
+        before: The file as it was read; its byte-order mark is part of the first line.
+        after: Its new text, without the mark.
+        name: What to call it; by default its path, or ``stdin``.
+    """
+    if before.text == after:
+        return ""
+    name = printable(name or before.path or "stdin")
+    mark = "\ufeff" if before.bom else ""
+    lines = difflib.unified_diff(_lines(mark + before.text), _lines(mark + after), f"a/{name}", f"b/{name}")
+    return "".join(
+        _patch_line(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n", mark)
+        for line in lines
+    )
+
+
+def _patch_line(line: str, mark: str) -> str:
+    """Return a line that a terminal may show and ``git apply`` still matches: mark and tabs stay."""
+    kept = 2 if mark and line[1:2] == mark else 0
+    return line[:kept] + "\t".join(printable_lines(part) for part in line[kept:].split("\t"))
+
+
+def _lines(text: str) -> list[str]:
+    """Split at newlines only: ``str.splitlines`` also splits at form feeds and Unicode's separators."""
+    pieces = text.split("\n")
+    lines = [piece + "\n" for piece in pieces[:-1]]
+    return [*lines, pieces[-1]] if pieces[-1] else lines

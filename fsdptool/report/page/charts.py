@@ -14,8 +14,7 @@ from html import escape
 from fsdptool.formatting import amount
 from fsdptool.records.plan import Candidate, Moment, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component
-from fsdptool.report.curve import moments
-from fsdptool.report.plan_words import brief, duration
+from fsdptool.report.plan_words import brief, duration, moments
 
 BROAD, NARROW = 960, 380
 """Widths of charts in units of their pictures."""

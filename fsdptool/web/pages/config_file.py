@@ -12,9 +12,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.config.dialects import known_programs, load_registry
-from fsdptool.config.fixes import repair, repair_selected
 from fsdptool.config.lint_settings import selector_of
-from fsdptool.config.migrate import Migrated, migrate_file
+from fsdptool.config.migrate import Migrated, migrate_file, repair, repair_selected
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic

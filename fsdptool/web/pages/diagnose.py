@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from fsdptool.config.fixes import repair
+from fsdptool.config.migrate import repair
 from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_folder
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.console.diagnosis import divergence_lines, failure_place
+from fsdptool.report.console.runs import divergence_lines, failure_place
 from fsdptool.report.console.train import memory_text
 from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
 from fsdptool.web.judging import judge_text

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_file
 from fsdptool.launch.processes import stop_run
-from fsdptool.report.console.queue import note_text
+from fsdptool.report.console.runs import note_text
 from fsdptool.runs.folder import RUN
 from fsdptool.runs.manifest import is_plain_file
 from fsdptool.web.page import render, render_part, services

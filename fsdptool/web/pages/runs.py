@@ -25,7 +25,7 @@ from fsdptool.launch.machine import registry_folders
 from fsdptool.launch.queue.entries import Direction
 from fsdptool.records.codec import to_json
 from fsdptool.records.queue import QueueEntry, RunRequest
-from fsdptool.report.console.queue import needs_text, note_text
+from fsdptool.report.console.runs import needs_text, note_text
 from fsdptool.runs.folder import RUN
 from fsdptool.web.forms import Field, parse_record, record_fields, with_error
 from fsdptool.web.page import Page, group_of, render, render_part, services

@@ -1,17 +1,29 @@
-"""Paths a person may write for a model, configuration files and pipeline folders."""
+"""What a person may write for a model, a configuration file or a pipeline folder, and in a recipe for a path.
+
+A recipe's relative path is looked up in the folder of the recipe, so that the recipe means the same wherever
+it is started from, and then in the working directory. References to code on the Python path
+(``package.module:Class``) are recognised and located, never imported.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
 from fsdptool.files.text import UnreadableError, exists, is_file, read_bytes
+from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.recipe import Data, ModelChoice, Recipe
 from fsdptool.spelling import nearest
 
 REPEATED_KEY = "DET104"
@@ -76,9 +88,8 @@ def read_config(path: Path, *, largest: int = _LARGEST) -> tuple[Mapping[str, An
 
 def _repetitions(path: Path, text: str, keys: list[str]) -> Iterator[Diagnostic]:
     """Say where keys are written again; JSON's readers, transformers and diffusers too, take the last."""
-    from fsdptool.files.json_tree import parse_json
     from fsdptool.files.text import SourceText
-    from fsdptool.files.tree import ParseError, duplicates, walk
+    from fsdptool.files.tree import ParseError, duplicates, parse_json, walk
 
     places: dict[str, tuple[int, int]] = {}
     source = SourceText(text)
@@ -211,3 +222,180 @@ def pick(
             ),
         )
     return have[present[0]], diagnostics
+
+
+Change = Callable[[str], str]
+
+_PATH_OPTIONS = ("pipeline", "latents")
+"""Options of ``data`` that may name a folder."""
+
+
+def locate(text: str, folder: Path | None) -> str:
+    """Return a path that a file in ``folder`` names: as found in that folder, else as it is written.
+
+    Texts that are not paths (``llama3:8b``, a Hub id) stay.
+    """
+    if folder is None or folder == Path() or not text or not exists(folder / expanded(text)):
+        return text
+    return str(folder / expanded(text))
+
+
+def located(recipe: Recipe, folder: Path) -> Recipe:
+    """Return a recipe of ``folder`` with paths that work from the working directory."""
+    return _change_data(
+        _change_models(recipe, lambda text: locate(text, folder)), lambda t: locate(t, folder)
+    )
+
+
+def with_places(recipe: Recipe, folder: Path) -> Recipe:
+    """Return a recipe of ``folder`` with absolute paths of data, which a worker finds wherever it starts."""
+
+    def absolute(text: str) -> str:
+        place = expanded(locate(text, folder))
+        return str(place.absolute()) if text and exists(place) else text
+
+    return _change_data(recipe, absolute)
+
+
+def rebased(recipe: Recipe, folder: Path) -> Recipe:
+    """Return a recipe whose paths work from the working directory as it is to be written into ``folder``.
+
+    Absolute paths and texts that are not paths of anything that exists stay.
+    """
+    home = os.path.realpath(folder)
+    if home == os.path.realpath("."):
+        return recipe
+
+    def relative(text: str) -> str:
+        if not text or expanded(text).is_absolute() or not exists(Path(text)):
+            return text
+        path = os.path.relpath(text, home)
+        # A model's name without a separator could be read as something other than a path.
+        return path if path.startswith(os.pardir) else f"./{path}"
+
+    return _change_data(_change_models(recipe, relative), relative)
+
+
+def _change_models(recipe: Recipe, change: Change) -> Recipe:
+    def changed(model: ModelChoice) -> ModelChoice:
+        return replace(model, reference=change(model.reference))
+
+    distillation = recipe.method.distillation
+    if distillation is not None:
+        distillation = replace(distillation, teacher=changed(distillation.teacher))
+        recipe = replace(recipe, method=replace(recipe.method, distillation=distillation))
+    return replace(recipe, model=changed(recipe.model))
+
+
+def _change_data(recipe: Recipe, change: Change) -> Recipe:
+    def changed(data: Data) -> Data:
+        options = {
+            name: change(value) if name in _PATH_OPTIONS and isinstance(value, str) else value
+            for name, value in data.options.items()
+        }
+        bundled = data.source == "text" and data.path == "pydoc"
+        return replace(
+            data,
+            path=data.path if data.path is None or bundled else change(data.path),
+            tokenizer=data.tokenizer if data.tokenizer in ("auto", "bytes") else change(data.tokenizer),
+            options=options,
+        )
+
+    evaluation = recipe.evaluation
+    if evaluation.data is not None:
+        evaluation = replace(evaluation, data=changed(evaluation.data))
+    return replace(recipe, data=changed(recipe.data), evaluation=evaluation)
+
+
+IMPORT_FLAG = "--allow-import"
+"""Another name of ``--trust-remote-code`` (``cli/options.py``): one consent, to code that is not ours."""
+
+_NAMES = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_IMPORT = re.compile(rf"({_NAMES}):{_NAMES}")
+
+
+def is_import(text: str) -> bool:
+    """Say whether a reference names code: its module has a package, or is on the Python path or here."""
+    if _IMPORT.fullmatch(text) is None:
+        return False
+    module = text.partition(":")[0]
+    return "." in module or _find(module) is not None
+
+
+def import_spec(text: str, *, trust_remote_code: bool) -> ModelSpec:
+    """Return the model that a reference to code means. It is not imported here.
+
+    Raises:
+        ReferenceError: The code may not be imported.
+    """
+    if not trust_remote_code:
+        raise ReferenceError(
+            f"{text} names code on the Python path, which is imported only with {IMPORT_FLAG}",
+            help=f"read that code, then give {IMPORT_FLAG} (in Python: trust_remote_code=True)",
+        )
+    here = Path.cwd()
+    return ModelSpec(
+        reference=Reference("import", text),
+        family="python",
+        flavour=None,
+        library="torch",
+        model_class=text,
+        config={},
+        objective="module",
+        folder=str(here) if _lies_in(text, here) else None,
+        trust_remote_code=True,
+    )
+
+
+def _lies_in(text: str, folder: Path) -> bool:
+    """Say whether the top package of a reference's module is in ``folder``."""
+    found = _find(text.partition(":")[0], str(folder))
+    places = [*(found.submodule_search_locations or ()), found.origin] if found is not None else []
+    return any(place is not None and Path(place).resolve().parent == folder.resolve() for place in places)
+
+
+_LARGEST_MODULE = 16 << 20
+"""Bytes of a module that a model may bring along."""
+
+
+def own_code_digest(spec: ModelSpec) -> str | None:
+    """Return a digest of the source files that a model brings along, if they may run; else None.
+
+    Raises:
+        ReferenceError: One of them cannot be read.
+    """
+    if not spec.trust_remote_code:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(_sources(spec)):
+        digest.update(path.name.encode())
+        try:
+            digest.update(read_bytes(path, limit=_LARGEST_MODULE))
+        except UnreadableError as error:
+            raise ReferenceError(
+                f"{path}: {error.message}", help="take it out of the model's folder"
+            ) from error
+    return digest.hexdigest()
+
+
+def _sources(spec: ModelSpec) -> Iterator[Path]:
+    if spec.reference.kind != "import":
+        yield from Path(spec.folder).glob("*.py") if spec.folder is not None else ()
+        return
+    found = _find(spec.model_class.partition(":")[0], spec.folder)
+    if found is None:
+        return
+    if found.submodule_search_locations is None:
+        yield from (Path(found.origin),) if found.origin else ()
+    for folder in found.submodule_search_locations or ():
+        yield from Path(folder).rglob("*.py")
+
+
+def _find(module: str, folder: str | None = None) -> ModuleSpec | None:
+    """Find the top package of a module by its name: on the path, then in a folder. This runs no code."""
+    top = module.partition(".")[0]
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError):  # it is half imported, or has no specification (__main__)
+        found = None
+    return found or PathFinder.find_spec(top, [folder or str(Path.cwd())])
