@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fsdptool
 from fsdptool.formatting import amount
-from fsdptool.report.page.style import CHARTS, DARK, LIGHT
+from fsdptool.report.page.parts import CHARTS
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MODEL, GPU, GPUS, LENGTH = "llama3:8b", "H100-80GB-SXM", 8, 4096
@@ -92,7 +92,7 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> s
 
 
 def _write(name: str, height: int, title: str, shapes: Iterator[str]) -> None:
-    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
+    style = CHARTS
     ground = '<rect width="100%" height="100%" fill="var(--bg)"/>'
     (IMAGES / f"{name}.svg").write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'

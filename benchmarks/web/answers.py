@@ -33,7 +33,7 @@ from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
-from fsdptool.web.security import Limits, Policy, Session
+from fsdptool.web.security import Limits, Policy, WebSession
 from fsdptool.web.server import Address, Interface, build_app
 
 HOST = "127.0.0.1:8400"
@@ -108,7 +108,7 @@ def answer_times(work: Path, queue: Queue) -> list[dict[str, Any]]:
     """Return a row per page."""
     from starlette.testclient import TestClient
 
-    session, jobs = Session(8400), Jobs()
+    session, jobs = WebSession(8400), Jobs()
     policy = Policy(session, frozenset({HOST}), Limits())
     app = build_app(policy, Roots([work]), jobs, QueueRunner(queue))
     client = TestClient(app, base_url=f"http://{HOST}", follow_redirects=False)

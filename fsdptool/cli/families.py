@@ -12,7 +12,7 @@ from fsdptool.formatting import by_size
 
 if TYPE_CHECKING:
     from fsdptool.families.protocol import Family, Flavour
-    from fsdptool.families.registry import Registry
+    from fsdptool.families.registry import FamilyRegistry
     from fsdptool.records.family_documents import FamilySummary, FlavourDetail
 
 
@@ -65,7 +65,7 @@ def _matches(family: Family, text: str) -> bool:
     return any(text.casefold() in word.casefold() for word in words)
 
 
-def _summary(registry: Registry, family: Family) -> FamilySummary:
+def _summary(registry: FamilyRegistry, family: Family) -> FamilySummary:
     from fsdptool.records.family_documents import FamilySummary
 
     origin = registry.origin(family.name)

@@ -23,7 +23,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.launch.options import StartOptions
 
 if TYPE_CHECKING:
-    from fsdptool.launch.outcome import Outcome
+    from fsdptool.launch.outcome import RunOutcome
     from fsdptool.launch.start import ReadyRun
     from fsdptool.report.console.train import Progress
 
@@ -125,7 +125,7 @@ def _run(ready: ReadyRun, format: Format) -> int:
     return _close(ready, outcome, progress, format)
 
 
-def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format) -> int:
+def _close(ready: ReadyRun, outcome: RunOutcome, progress: Progress, format: Format) -> int:
     from fsdptool.errors import ExitCode
     from fsdptool.formatting import printable
     from fsdptool.records.codec import to_json
@@ -156,7 +156,7 @@ def _close(ready: ReadyRun, outcome: Outcome, progress: Progress, format: Format
     return summary.exit_code
 
 
-def _say_failure(outcome: Outcome, progress: Progress) -> None:
+def _say_failure(outcome: RunOutcome, progress: Progress) -> None:
     if outcome.failure is not None:
         progress.say(f"error: {outcome.failure.message}")
         if outcome.failure.help:

@@ -19,7 +19,7 @@ from fsdptool.config.dialects import (
     resolve_consumer,
     sniff_dialect,
 )
-from fsdptool.config.dialects.protocol import Dialect, Finding, LintContext, parse_source
+from fsdptool.config.dialects.protocol import Dialect, DialectFinding, LintContext, parse_source
 from fsdptool.config.edits import NotEditableError, Rewriter, apply_edits, edits_between
 from fsdptool.config.programs import Consumer
 from fsdptool.config.result import Conditions, Reading
@@ -345,7 +345,7 @@ def _finish(lint: LintContext, comments: Comments, form: Dialect, conditions: Co
     )
 
 
-def _silenced(item: Finding, comments: Comments) -> bool:
+def _silenced(item: DialectFinding, comments: Comments) -> bool:
     """Whether a comment silences a finding, in the file that was read or in the one that it is about."""
     if comments.silences(item.diagnostic):
         return True
@@ -466,7 +466,7 @@ _ONLY_FSDP1 = frozenset((*LEGACY, "backward_prefetch_policy", "flatten_parameter
 _UNREAD = frozenset({"FSD202", "FSD211", "FSD302"})
 
 
-def condense(lint: LintContext, findings: Iterable[Finding]) -> list[Finding]:
+def condense(lint: LintContext, findings: Iterable[DialectFinding]) -> list[DialectFinding]:
     """Return the findings of a file with those joined that are one thing to do.
 
     Where FSDP1 runs, its unread keys are notes: the finding that FSDP1 runs is the one to act on, and
@@ -488,7 +488,7 @@ def condense(lint: LintContext, findings: Iterable[Finding]) -> list[Finding]:
     return kept
 
 
-def _as_note(finding: Finding) -> Finding:
+def _as_note(finding: DialectFinding) -> DialectFinding:
     item = finding.diagnostic
     leftover = (finding.key or "").removeprefix("fsdp_") in _ONLY_FSDP1
     if item.code not in _UNREAD or not leftover or item.severity != "warning":
@@ -496,7 +496,7 @@ def _as_note(finding: Finding) -> Finding:
     return replace(finding, diagnostic=replace(item, severity="info"))
 
 
-def _joined(lint: LintContext, members: list[Finding], words: str) -> Finding:
+def _joined(lint: LintContext, members: list[DialectFinding], words: str) -> DialectFinding:
     first = members[0].diagnostic
     keys = ", ".join(member.key or "?" for member in members)
     fixable = [member for member in members if member.diagnostic.fix is not None]
@@ -522,7 +522,7 @@ def _joined(lint: LintContext, members: list[Finding], words: str) -> Finding:
 _WEIGHT = ("error", "warning", "info")
 
 
-def _edits(lint: LintContext, members: list[Finding]) -> tuple[Edit, ...] | None:
+def _edits(lint: LintContext, members: list[DialectFinding]) -> tuple[Edit, ...] | None:
     """Return the edits of all members together."""
     edits = sorted(
         (edit for member in members if member.diagnostic.fix for edit in member.diagnostic.fix.edits),

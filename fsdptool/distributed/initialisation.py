@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from fsdptool.distributed.recording import DRAWS, SMALL, Note, Recorder, derive_seed, fill_slice
+from fsdptool.distributed.recording import DRAWS, SMALL, InitialisationRecorder, Note, derive_seed, fill_slice
 from fsdptool.errors import ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.runs.watchdog import beat
@@ -153,7 +153,7 @@ def draw_blueprint(build: Callable[[], nn.Module], *, seed: int, library: str) -
     def keep(module: nn.Module) -> bool:
         return library != "transformers" and not hasattr(type(module), "reset_parameters")
 
-    recorder = Recorder()
+    recorder = InitialisationRecorder()
     small: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(derive_seed(seed, "constructors"))
@@ -216,7 +216,7 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def note_initialisation(act: Callable[[], None], parameters: Mapping[str, nn.Parameter]) -> Blueprint:
     """Return what ``act`` does to meta ``parameters`` (adapters initialise themselves when injected)."""
-    recorder = Recorder()
+    recorder = InitialisationRecorder()
     with torch.no_grad(), recorder:
         act()
     return Blueprint(notes={name: recorder.notes_of(parameter) for name, parameter in parameters.items()})

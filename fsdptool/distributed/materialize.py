@@ -22,7 +22,7 @@ from fsdptool.records.tensor_plan import Placement
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
-    from fsdptool.distributed.weights import Weights
+    from fsdptool.distributed.weights import FolderWeights
     from fsdptool.modeling.methods.lora import Derived
 
 
@@ -43,13 +43,13 @@ class Origins:
     """
 
     blueprint: Blueprint
-    weights: Weights | None
+    weights: FolderWeights | None
     adapters: Blueprint | None
     seed: int
     placements: Mapping[str, Placement] = field(default_factory=dict)
     group: TensorGroup = ALONE
     derived: Mapping[str, Derived] = field(default_factory=dict)
-    continued: Weights | None = None
+    continued: FolderWeights | None = None
     published: Mapping[str, Published] = field(default_factory=dict)
 
 

@@ -134,7 +134,7 @@ class Note:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-    recorder: Recorder | None = None
+    recorder: InitialisationRecorder | None = None
 
     @property
     def sliceable(self) -> bool:
@@ -154,7 +154,7 @@ class _Origin:
     history: Mapping[int, Sequence[Note]]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InitialisationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in-place operations on meta tensors, following views back to the tensor they show."""
 
     def __init__(self) -> None:

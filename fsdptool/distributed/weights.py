@@ -42,7 +42,7 @@ class _Source:
     target: str = ""
 
 
-class Weights:
+class FolderWeights:
     """The tensors of a folder, by the model's parameter names.
 
     Args:
@@ -202,7 +202,7 @@ def _natural(key: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
-def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
+def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> FolderWeights | None:
     """Open the pretrained weights a choice asks for, or return None for random ones.
 
     Raises:
@@ -212,7 +212,7 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
     check_weights(spec, choice)
     if choice.weights == "random" or not spec.weights:
         return None
-    weights = Weights(spec.weights, model)
+    weights = FolderWeights(spec.weights, model)
     if not any(name in weights for name, _ in model.named_parameters(remove_duplicate=False)):
         raise ModelError(
             f"the weights of {spec.reference.id} contain no parameter of {spec.model_class}",
@@ -224,7 +224,7 @@ def open_weights(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
 _PEFT_PREFIX = "base_model.model."
 
 
-def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weights | None:
+def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> FolderWeights | None:
     """Open the weights of an adapter that training continues from, or return None where there are none.
 
     Args:
@@ -259,7 +259,7 @@ def open_adapter(spec: ModelSpec, choice: ModelChoice, model: nn.Module) -> Weig
                 )
         return found
 
-    return Weights([spec.adapter_weights], model, named)
+    return FolderWeights([spec.adapter_weights], model, named)
 
 
 def random_start_notes(

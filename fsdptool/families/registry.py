@@ -47,7 +47,7 @@ class Origin:
         return f"{self.distribution} {self.version} ({self.entry_point})"
 
 
-class Registry:
+class FamilyRegistry:
     """The families that loaded, and why others did not.
 
     Attributes:
@@ -197,12 +197,12 @@ def _contested(name: str, origin: Origin, origins: tuple[Origin, ...]) -> Diagno
 
 
 @cache
-def load_registry() -> Registry:
+def load_registry() -> FamilyRegistry:
     """Load every entry point of the group once per process. Never raises for a broken plugin."""
     return read_registry(metadata.entry_points(group=GROUP))
 
 
-def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> Registry:
+def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> FamilyRegistry:
     """Load the given entry points (:func:`load_registry` gives it the installed ones)."""
     claims: list[tuple[Family, Origin]] = []
     diagnostics: list[Diagnostic] = []
@@ -225,7 +225,7 @@ def read_registry(entry_points: Iterable[metadata.EntryPoint]) -> Registry:
                 claims.append((family, origin))
             else:
                 diagnostics.append(problem(origin))
-    return Registry(claims, diagnostics)
+    return FamilyRegistry(claims, diagnostics)
 
 
 def _loaded_families(entry_point: metadata.EntryPoint) -> list[Any]:

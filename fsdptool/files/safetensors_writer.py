@@ -50,7 +50,7 @@ HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its name, dtype, shape, and how to get its value on the CPU when due."""
 
     name: str
@@ -75,7 +75,7 @@ class Written:
     sha256: str
 
 
-def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Written:
+def write_stream(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> Written:
     """Write one safetensors file and flush it to the disk.
 
     Only one tensor's value is in memory at any time. Values are requested in order.
@@ -112,7 +112,7 @@ def write_stream(path: Path, entries: Iterable[Entry], metadata: Mapping[str, st
     return Written(written, digest.hexdigest())
 
 
-def _header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(entries: list[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for entry in entries:

@@ -16,7 +16,7 @@ PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MultiNodeJob:
     """What a multi-node run needs to know.
 
     Attributes:
@@ -38,7 +38,7 @@ class Job:
     options: tuple[str, ...] = ()
 
 
-def train_line(job: Job, rank: str, endpoint: str, launch_id: str) -> str:
+def train_line(job: MultiNodeJob, rank: str, endpoint: str, launch_id: str) -> str:
     """Return the command one node runs; the three arguments are shell expressions, already quoted."""
     for what, text in (("recipe", job.recipe), ("configuration", job.config), ("run folder", job.output)):
         check_printable(f"the path of the {what}", str(text))
@@ -64,7 +64,7 @@ def random_id() -> str:
     return secrets.token_hex(8)
 
 
-def node_lines(job: Job, host: str, launch_id: str) -> list[str]:
+def node_lines(job: MultiNodeJob, host: str, launch_id: str) -> list[str]:
     """Return the command line of every node, for a person who starts them by hand.
 
     Args:

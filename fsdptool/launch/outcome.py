@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import ExitCode, FsdptoolError
-from fsdptool.launch.prepare import Prepared
+from fsdptool.launch.prepare import PreparedRun
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
@@ -50,7 +50,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How the run ended.
 
     Attributes:
@@ -82,7 +82,7 @@ REPORT = f"{LOGS}/out-of-memory.json"
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
+class OutOfMemoryReport:
     """What is known of an out-of-memory failure.
 
     Attributes:
@@ -103,7 +103,7 @@ class OutOfMemory:
     next_steps: tuple[Suggestion, ...]
 
 
-def account_for_memory(prepared: Prepared, failure: Failure) -> OutOfMemory | None:
+def account_for_memory(prepared: PreparedRun, failure: Failure) -> OutOfMemoryReport | None:
     """Return the report on an out-of-memory failure, or None for any other failure."""
     seen = failure.fields.get("memory")
     if not failure.fields.get("out_of_memory") or not seen:
@@ -111,7 +111,7 @@ def account_for_memory(prepared: Prepared, failure: Failure) -> OutOfMemory | No
     plan = prepared.prediction
     moment = match_moment(str(seen["moment"]), plan)
     at = {m.name: m.allocated_bytes for m in plan.timeline} if plan else {}
-    return OutOfMemory(
+    return OutOfMemoryReport(
         rank=failure.rank,
         seen=seen,
         planned_moment=moment,
@@ -145,7 +145,7 @@ def match_moment(seen: str, plan: Candidate | None) -> str | None:
     return next((name for name in named if name.startswith(phase)), None)
 
 
-def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
+def _next_steps(prepared: PreparedRun) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.resolve import resolve_run
     from fsdptool.planning.estimator import Estimator
@@ -175,13 +175,13 @@ def _next_steps(prepared: Prepared) -> tuple[Suggestion, ...]:
         return ()
 
 
-def write_report(folder: Path, account: OutOfMemory) -> str:
+def write_report(folder: Path, account: OutOfMemoryReport) -> str:
     """Write the report into the run folder; return its relative path (raises ``OSError``)."""
     write_json(folder / REPORT, to_json(account))
     return REPORT
 
 
-def summarise(folder: Path, outcome: Outcome, *, units: int, mesh: Mapping[str, int]) -> Summary:
+def summarise(folder: Path, outcome: RunOutcome, *, units: int, mesh: Mapping[str, int]) -> Summary:
     """Return the summary of a run that has ended.
 
     Args:
@@ -229,7 +229,7 @@ def write_summary(folder: Path, summary: Summary) -> dict[str, Any]:
     return document
 
 
-def exit_status(outcome: Outcome) -> int:
+def exit_status(outcome: RunOutcome) -> int:
     """Return the exit status of a run (docs/reference/exit-codes.md)."""
     if outcome.status == "completed":
         return ExitCode.CLEAN
@@ -274,7 +274,7 @@ def throughput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     return result
 
 
-def _failure(outcome: Outcome) -> RunFailure | None:
+def _failure(outcome: RunOutcome) -> RunFailure | None:
     failure = outcome.failure
     if failure is None:
         return None
@@ -285,7 +285,7 @@ def _peak(event: Mapping[str, Any] | None) -> int | None:
     return None if event is None else (event.get("peaks") or [None])[0]
 
 
-def _moments(outcome: Outcome, world_size: int) -> dict[str, tuple[int | None, ...]]:
+def _moments(outcome: RunOutcome, world_size: int) -> dict[str, tuple[int | None, ...]]:
     by_rank = [(outcome.finished.get(rank) or {}).get("moments") or {} for rank in range(world_size)]
     names = dict.fromkeys(name for moments in by_rank for name in moments)
     return {name: tuple(moments.get(name) for moments in by_rank) for name in names}

@@ -11,7 +11,7 @@ from fsdptool.distributed.devices import count_gpus, why_unused
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
-from fsdptool.launch.job import FIRST_NODE, PORT, Job
+from fsdptool.launch.job import FIRST_NODE, PORT, MultiNodeJob
 from fsdptool.launch.machine import local_cluster, untested_versions, visible_gpus
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
@@ -28,7 +28,7 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRun:
     """A run that can be written and launched.
 
     Attributes:
@@ -69,7 +69,7 @@ def prepare(
     with_data: bool = True,
     dry_run: bool = False,
     trust_remote_code: bool = False,
-) -> Prepared:
+) -> PreparedRun:
     """Read, resolve, inspect, group and predict.
 
     Args:
@@ -135,7 +135,7 @@ def prepare(
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
         _check_data(recipe, spec)
-    return Prepared(
+    return PreparedRun(
         recipe=recipe,
         settings=settings,
         spec=spec,
@@ -196,7 +196,7 @@ def absolute_job(
     options: tuple[str, ...],
     *,
     trust_remote_code: bool = False,
-) -> Job:
+) -> MultiNodeJob:
     """Return what several machines need to start a run, after checking the recipe and the YAML.
 
     Paths become absolute. Devices of this machine do not matter: it need not be one of them.
@@ -233,7 +233,7 @@ def absolute_job(
             help="make num_processes a multiple of num_machines",
         )
     _check_mesh(settings, world_size, config_path)
-    return Job(
+    return MultiNodeJob(
         recipe_path.absolute(),
         config_path.absolute(),
         output.absolute(),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdptool.errors import ConfigError
-from fsdptool.launch.job import PORT, Job, random_id, train_line
+from fsdptool.launch.job import PORT, MultiNodeJob, random_id, train_line
 
 SIGNAL_LEAD_SECONDS = 300
 """How long before its time limit Slurm asks the run to save."""
@@ -18,7 +18,7 @@ _LIMIT = re.compile(r"(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|(?P<plain>\d+(:\d+)
 
 
 def slurm_script(
-    job: Job,
+    job: MultiNodeJob,
     *,
     name: str,
     time: str | None = None,

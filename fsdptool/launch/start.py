@@ -20,7 +20,7 @@ from fsdptool.files.text import private_folder
 from fsdptool.launch.command import LaunchCommand, build_command
 from fsdptool.launch.machine import claim_gpus
 from fsdptool.launch.options import StartOptions
-from fsdptool.launch.prepare import Prepared, place_nodes, prepare
+from fsdptool.launch.prepare import PreparedRun, place_nodes, prepare
 from fsdptool.options import with_defaults
 from fsdptool.records.codec import to_json
 from fsdptool.records.run import Start
@@ -48,7 +48,7 @@ from fsdptool.runs.manifest import lost_steps, read_manifest
 from fsdptool.runs.signals import StopSignals, handle_stop_signals
 
 if TYPE_CHECKING:
-    from fsdptool.launch.outcome import Outcome, OutOfMemory
+    from fsdptool.launch.outcome import OutOfMemoryReport, RunOutcome
     from fsdptool.records.run import Summary
 
 
@@ -126,7 +126,7 @@ def wait_for_run(folder: Path, launch_id: str | None, *, seconds: float = 600.0)
 
 def write_run(
     folder: Path,
-    prepared: Prepared,
+    prepared: PreparedRun,
     *,
     resume: str | None,
     number: int,
@@ -237,13 +237,13 @@ class ReadyRun:
     """
 
     folder: Path
-    prepared: Prepared
+    prepared: PreparedRun
     command_line: LaunchCommand
     stops: StopSignals
     max_restarts: int
     leads: bool
 
-    def supervise(self, on_event: OnEvent) -> Outcome:
+    def supervise(self, on_event: OnEvent) -> RunOutcome:
         """Start the workers and wait until the run has ended.
 
         Args:
@@ -261,7 +261,7 @@ class ReadyRun:
             on_event=on_event,
         ).run()
 
-    def conclude(self, outcome: Outcome) -> Conclusion:
+    def conclude(self, outcome: RunOutcome) -> Conclusion:
         """Sum up a run that has ended and write ``summary.json``."""
         from fsdptool.launch.outcome import account_for_memory, summarise, write_report, write_summary
 
@@ -290,7 +290,7 @@ class Conclusion:
 
     summary: Summary
     document: dict[str, Any]
-    account: OutOfMemory | None
+    account: OutOfMemoryReport | None
     unwritten: OSError | None = None
 
 

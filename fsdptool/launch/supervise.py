@@ -26,7 +26,7 @@ from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.files.text import UnreadableError, open_for_writing, read_ends
 from fsdptool.files.values import load_json
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import Failure, Outcome, failure_of_event
+from fsdptool.launch.outcome import Failure, RunOutcome, failure_of_event
 from fsdptool.records.run import RunStatus
 from fsdptool.runs.events import STDERR_MARK, SUPERVISOR, Follower
 from fsdptool.runs.folder import LOGS
@@ -102,14 +102,14 @@ class Supervisor:
         self._output_tail: deque[str] = deque(maxlen=40)
         self._stderr_events: deque[dict[str, Any]] = deque()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Start the workers and return when the last process has ended."""
         # Here, not in the launcher: a killed process cannot clean up.
         with tempfile.TemporaryDirectory(prefix="fsdptool-rendezvous-") as meeting:
             place = {FOLDER: meeting} if LOCAL in self._command.argv else {}
             return self._run({**os.environ, **place, **self._command.environment})
 
-    def _run(self, environment: dict[str, str]) -> Outcome:
+    def _run(self, environment: dict[str, str]) -> RunOutcome:
         environment[SUPERVISOR] = str(os.getpid())
         # A session of its own: Ctrl-C in the terminal must reach the parent alone, which asks the
         # workers to save; torchrun would otherwise forward it as their second signal.
@@ -381,19 +381,19 @@ class Supervisor:
             return b"Watchdog caught collective operation timeout" in end
         return False
 
-    def _outcome(self, returncode: int) -> Outcome:
+    def _outcome(self, returncode: int) -> RunOutcome:
         if len(self._signals) > 1:
-            return Outcome("interrupted", None, self._attempt, self._finished)
+            return RunOutcome("interrupted", None, self._attempt, self._finished)
         statuses = {event.get("status") for event in self._finished.values()}
         # torchrun leaves with 0 only after the agents of all machines have met at its exit barrier.
         unreported = self._unreported_remote_ranks() if returncode == 0 else []
         complete = bool(self._finished) and len(self._finished) + len(unreported) == len(self._ranks)
         if complete and not self._failures and not self._deaths:
             status: RunStatus = "stopped" if "stopped" in statuses else "completed"
-            return Outcome(status, None, self._attempt, self._finished)
+            return RunOutcome(status, None, self._attempt, self._finished)
         stop_requested = self._signals or any(-code in SIGNALS for code in self._exit_codes.values())
         if stop_requested and not self._stepped and all(event.get("secondary") for event in self._failures):
             # Slurm signals every process of a step: torchrun, or a rank that has not come to its handlers,
             # may end of it. Nothing was done yet, so nothing is lost, and the run can go on.
-            return Outcome("stopped", None, self._attempt, self._finished)
-        return Outcome("failed", self._cause(), self._attempt, self._finished)
+            return RunOutcome("stopped", None, self._attempt, self._finished)
+        return RunOutcome("failed", self._cause(), self._attempt, self._finished)

@@ -366,7 +366,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         ),
         OptimizerSpec(
             name="muon",
-            builder="fsdptool.training.optimizers.muon:Muon",
+            builder="fsdptool.training.optimizers.muon:MuonOptimizer",
             elementwise=False,
             kernels=_TORCH_KERNELS,
             states=_muon_states,

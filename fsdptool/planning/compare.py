@@ -233,7 +233,7 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanDifference:
     """One thing that is no longer as the plan says: where, before and after."""
 
     what: str
@@ -246,7 +246,7 @@ class Change:
 
 def check_plan(
     path: Path, *, trust_remote_code: bool = False, progress: Any = None
-) -> tuple[Plan, tuple[Change, ...]]:
+) -> tuple[Plan, tuple[PlanDifference, ...]]:
     """Recompute a plan from a document's own inputs and return it with everything that changed.
 
     Args:
@@ -267,7 +267,7 @@ def check_plan(
     return after, changes_between(data, before, after)
 
 
-def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[Change, ...]:
+def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple[PlanDifference, ...]:
     """Return what differs between a saved plan, with its document's head, and a new one."""
     libraries = _different(data["libraries"], library_versions())
     model = _different(to_json(before.inputs.model), to_json(after.inputs.model))
@@ -281,7 +281,7 @@ def changes_between(data: Mapping[str, Any], before: Plan, after: Plan) -> tuple
         ),
         *_decisive(before, after),
     ]
-    return tuple(Change(what, old, new) for what, old, new in pairs if old != new)
+    return tuple(PlanDifference(what, old, new) for what, old, new in pairs if old != new)
 
 
 def _decisive(before: Plan, after: Plan) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+<<<<<<< HEAD
 from fsdptool.memory.simulation.collectives import Weights, stored_dtype
+=======
+from fsdptool.layout.group import default_loading
+from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
+>>>>>>> eb1869a (Give every class a name of its own, held by a test; add a glossary; keep the pages' style sheets as files)
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble
@@ -20,7 +25,7 @@ from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.reserved_peaks import ReservedPeaks
 from fsdptool.planning.search_point import at_point, point_of
 from fsdptool.planning.step_time import (
-    Cost,
+    ModuleSeconds,
     Timing,
     Traffic,
     exchanged_bytes,
@@ -46,7 +51,7 @@ from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import UnitPlan
 
 if TYPE_CHECKING:
-    from fsdptool.memory.simulation.simulate import Prepared
+    from fsdptool.memory.simulation.simulate import PreparedSimulation
     from fsdptool.modeling.units import TrainedModel
     from fsdptool.records.trace import Trace
 
@@ -82,7 +87,7 @@ def predict(
 class RankState:
     """What one rank stores and moves under one sharding; a distillation's teacher moves bytes, too."""
 
-    memory: Prepared
+    memory: PreparedSimulation
     traffic: Traffic
     teacher_traffic: Traffic | None
 
@@ -104,7 +109,7 @@ class Estimator:
     profile: DeviceProfile = "cuda"
     worst_routing: bool = False
     _traces: dict[str, Trace] = field(default_factory=dict)
-    _costs: dict[Any, list[Cost]] = field(default_factory=dict)
+    _costs: dict[Any, list[ModuleSeconds]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _ranks: dict[Any, RankState] = field(default_factory=dict)
@@ -219,7 +224,7 @@ class Estimator:
             shared = None
             if point.cp > 1:
                 shared = unit_bytes(exchanged_bytes(part), part.repeats, plan)
-            sums: list[Sequence[Cost]] = []
+            sums: list[Sequence[ModuleSeconds]] = []
             if point.tp > 1:
                 hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None
                 sums.append(unit_costs(summed_seconds(part, group, hiding), part.repeats, plan))
@@ -280,7 +285,7 @@ class Estimator:
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
 
-        def size(weights: Weights) -> int:
+        def size(weights: ShardedParameter) -> int:
             return weights.whole * weights.computed
 
         share = max(self.rank_of(point, cluster).shares, key=lambda share: sum(map(size, share.weights)))

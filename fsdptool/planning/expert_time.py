@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.overlap import network_bandwidth
-from fsdptool.planning.step_time import Cost, owners_of
+from fsdptool.planning.step_time import ModuleSeconds, owners_of
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Segment, Trace
@@ -81,7 +81,7 @@ def exchange_sizes(trace: Trace, plan: UnitPlan) -> dict[str, tuple[list[int], l
     return sizes
 
 
-def exchange_seconds(trace: Trace, plan: UnitPlan, group: AllToAll) -> dict[str, Cost]:
+def exchange_seconds(trace: Trace, plan: UnitPlan, group: AllToAll) -> dict[str, ModuleSeconds]:
     """Return what every traced mixture waits for its all-to-alls, recomputation included.
 
     Before rows are sent, their numbers are, in a message of a few bytes.
@@ -95,7 +95,7 @@ def exchange_seconds(trace: Trace, plan: UnitPlan, group: AllToAll) -> dict[str,
     for path, (forward, backward) in exchange_sizes(trace, plan).items():
         # Forward: numbers, rows, results. Backward: two gradients, and forward's again where recomputed.
         again = max(len(backward) // 2 - len(forward) // 2, 0)
-        waited[path] = Cost(
+        waited[path] = ModuleSeconds(
             sum(map(group.seconds, forward)) + len(forward) // 2 * group.seconds(1),
             sum(map(group.seconds, backward)) + again * group.seconds(1),
         )

@@ -43,7 +43,7 @@ _SPELLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueGpu:
     """One catalogue entry: the GPU, and the further names people use for it."""
 
     gpu: Gpu
@@ -102,7 +102,7 @@ def find_gpu(name: str, *, gpus_file: Path | None = None) -> Resolution:
     )
 
 
-def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
+def all_entries(gpus_file: Path | None = None) -> tuple[CatalogueGpu, ...]:
     """Return every entry, those of ``gpus_file`` first and instead of ours of the same name.
 
     Raises:
@@ -117,11 +117,11 @@ def all_entries(gpus_file: Path | None = None) -> tuple[Entry, ...]:
 
 
 @cache
-def _shipped_gpus() -> tuple[Entry, ...]:
+def _shipped_gpus() -> tuple[CatalogueGpu, ...]:
     return tuple(_entry(item) for item in json.loads(_GPUS.read_text(encoding="utf-8"))["gpus"])
 
 
-def _read(path: Path) -> tuple[Entry, ...]:
+def _read(path: Path) -> tuple[CatalogueGpu, ...]:
     from fsdptool.files.values import read_object
 
     data = read_object(path, "gpus")
@@ -133,7 +133,7 @@ def gpu_from_data(item: dict[str, Any]) -> Gpu:
     return _entry(item).gpu
 
 
-def _entry(item: dict[str, Any]) -> Entry:
+def _entry(item: dict[str, Any]) -> CatalogueGpu:
     marketing = item.get("marketing_gb")
     gpu = Gpu(
         name=item["name"],
@@ -148,7 +148,7 @@ def _entry(item: dict[str, Any]) -> Entry:
         marketing_bytes=int(marketing * 10**9) if marketing is not None else None,
         workspace_bytes=int(item.get("cublas_workspace_bytes", 8_519_680)),
     )
-    return Entry(gpu, tuple(item.get("aliases", ())), item.get("memory_source", item["source"]))
+    return CatalogueGpu(gpu, tuple(item.get("aliases", ())), item.get("memory_source", item["source"]))
 
 
 def _tokens(name: str) -> frozenset[str]:
@@ -165,11 +165,11 @@ def _tokens(name: str) -> frozenset[str]:
     return frozenset(words - _NOISE - {""})
 
 
-def _fits(tokens: frozenset[str], entry: Entry) -> bool:
+def _fits(tokens: frozenset[str], entry: CatalogueGpu) -> bool:
     return any(tokens <= _tokens(name) for name in (entry.gpu.name, *entry.aliases))
 
 
-def _nearest(name: str, entries: tuple[Entry, ...]) -> str:
+def _nearest(name: str, entries: tuple[CatalogueGpu, ...]) -> str:
     by_key = {"".join(sorted(_tokens(entry.gpu.name))): entry.gpu.name for entry in entries}
     by_key |= {
         re.sub(r"\W", "", alias.lower()): e.gpu.name for e in entries for alias in (*e.aliases, e.gpu.name)

@@ -13,7 +13,7 @@ from fsdptool.records.plan import Footprint
 from fsdptool.records.resolved_run import ResolvedRun
 
 if TYPE_CHECKING:
-    from fsdptool.memory.simulation.simulate import Prepared
+    from fsdptool.memory.simulation.simulate import PreparedSimulation
     from fsdptool.planning.stage_cut import VirtualStage
     from fsdptool.records.trace import Trace
 
@@ -37,8 +37,14 @@ class ReservedPeaks:
     def foresee(
         self,
         trace: Trace,
+<<<<<<< HEAD
         rank: Prepared,
         run: ResolvedRun,
+=======
+        rank: PreparedSimulation,
+        mesh: ParallelDims,
+        recipe: Recipe,
+>>>>>>> eb1869a (Give every class a name of its own, held by a test; add a glossary; keep the pages' style sheets as files)
         *,
         traced: tuple[str, bool],
         timeline: bool,

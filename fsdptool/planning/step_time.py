@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdptool.memory.simulation.collectives import WIDTH, stored_dtype
-from fsdptool.memory.simulation.groups import Rank, Share
+from fsdptool.memory.simulation.groups import Rank, UnitShare
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
@@ -30,18 +30,18 @@ from fsdptool.records.trace import KINDS, Repeat, Segment, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ModuleSeconds:
     """One module's own work in one micro-batch: seconds forward and backward (recomputation included)."""
 
     forward: float = 0.0
     backward: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: ModuleSeconds) -> ModuleSeconds:
+        return ModuleSeconds(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, count: int) -> Cost:
+    def times(self, count: int) -> ModuleSeconds:
         """Return the work of ``count`` such modules."""
-        return Cost(self.forward * count, self.backward * count)
+        return ModuleSeconds(self.forward * count, self.backward * count)
 
 
 def product_seconds(
@@ -84,7 +84,7 @@ def module_costs(
     *,
     compiled: bool = False,
     products: Sequence[float] | None = None,
-) -> dict[str, Cost]:
+) -> dict[str, ModuleSeconds]:
     """Return every traced module's own work; key ``""`` is the root's and the loss's.
 
     A module takes as long as the device needs for it, or the host to launch it.
@@ -95,8 +95,8 @@ def module_costs(
         compiled: Whether blocks are compiled, one by one.
         products: What :func:`product_seconds` returned; None: no product runs in float8.
     """
-    device: dict[str, Cost] = {}
-    host: dict[str, Cost] = {}
+    device: dict[str, ModuleSeconds] = {}
+    host: dict[str, ModuleSeconds] = {}
     backward = False
     operations = trace.operations
     seconds = products if products is not None else product_seconds(trace, gpu, machine)
@@ -108,10 +108,10 @@ def module_costs(
         fused = compiled and _in_block(owner)
         running, launching = segment_seconds(segment, operations, seconds, gpu, machine, compiled=fused)
         for sums, value in ((device, running), (host, launching)):
-            cost = Cost(0.0, value) if backward else Cost(value)
-            sums[owner] = sums.get(owner, Cost()) + cost
+            cost = ModuleSeconds(0.0, value) if backward else ModuleSeconds(value)
+            sums[owner] = sums.get(owner, ModuleSeconds()) + cost
     return {
-        path: Cost(max(cost.forward, host[path].forward), max(cost.backward, host[path].backward))
+        path: ModuleSeconds(max(cost.forward, host[path].forward), max(cost.backward, host[path].backward))
         for path, cost in device.items()
     }
 
@@ -137,16 +137,16 @@ def exchanged_bytes(trace: Trace) -> dict[str, int]:
     return exchanged
 
 
-def hosted_bytes(trace: Trace) -> dict[str, Cost]:
+def hosted_bytes(trace: Trace) -> dict[str, ModuleSeconds]:
     """Return what is copied to the host while every traced module runs forward, under ``forward``."""
-    hosted: dict[str, Cost] = {}
+    hosted: dict[str, ModuleSeconds] = {}
     kind = KINDS.index("offloaded")
     for owner, segment in owners_of(trace):
         size = sum(
             trace.sizes[event - 1] for event in segment.events if event > 0 and trace.kinds[event - 1] == kind
         )
         if size:
-            hosted[owner] = hosted.get(owner, Cost()) + Cost(forward=float(size))
+            hosted[owner] = hosted.get(owner, ModuleSeconds()) + ModuleSeconds(forward=float(size))
     return hosted
 
 
@@ -185,7 +185,9 @@ def _owner(segment: Segment, current: str) -> str:
     return "" if segment.marker in ("start", "loss", "backward", "end") else current
 
 
-def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: UnitPlan) -> list[Cost]:
+def unit_costs(
+    costs: Mapping[str, ModuleSeconds], repeats: Sequence[Repeat], units: UnitPlan
+) -> list[ModuleSeconds]:
     """Return the seconds of each unit, in the plan's order: what its modules do, nested units apart.
 
     Args:
@@ -194,7 +196,7 @@ def unit_costs(costs: Mapping[str, Cost], repeats: Sequence[Repeat], units: Unit
         units: The units of the real model.
     """
     modules = _modules_of_units(costs, repeats, units)
-    return [sum((costs[path].times(copies) for path, copies in own), Cost()) for own in modules]
+    return [sum((costs[path].times(copies) for path, copies in own), ModuleSeconds()) for own in modules]
 
 
 def unit_bytes(sizes: Mapping[str, int], repeats: Sequence[Repeat], units: UnitPlan) -> list[int]:
@@ -289,11 +291,11 @@ def measure_traffic(rank: Rank) -> Traffic:
 
 def fill(
     traffic: Traffic,
-    work: Sequence[Cost],
+    work: Sequence[ModuleSeconds],
     sharing: int = 1,
     exchanged: Sequence[int] | None = None,
-    sums: Sequence[Sequence[Cost]] = (),
-    hosted: Sequence[Cost] | None = None,
+    sums: Sequence[Sequence[ModuleSeconds]] = (),
+    hosted: Sequence[ModuleSeconds] | None = None,
 ) -> list[Stage]:
     """Return the stages with their work.
 
@@ -401,7 +403,7 @@ def model_states(rank: Rank) -> dict[str, int]:
     }
 
 
-def _stage(share: Share, rank: Rank) -> Stage:
+def _stage(share: UnitShare, rank: Rank) -> Stage:
     reduce = sum(share.reduction.input.sizes)
     return Stage(
         gather_bytes=sum(share.buffers.whole.sizes),
@@ -416,7 +418,7 @@ def _stage(share: Share, rank: Rank) -> Stage:
     )
 
 
-def _backward_ranks(share: Share, ranks: int) -> int:
+def _backward_ranks(share: UnitShare, ranks: int) -> int:
     if not share.unit.unshard_in_backward or share.reshard is False:
         return 1
     return ranks if share.reshard is True else share.reshard

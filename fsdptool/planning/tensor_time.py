@@ -16,12 +16,14 @@ from collections.abc import Iterator, Sequence
 
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning.overlap import Ring
-from fsdptool.planning.step_time import Cost, copies_of, owners_of
+from fsdptool.planning.step_time import ModuleSeconds, copies_of, owners_of
 from fsdptool.records.sharding import UnitPlan
 from fsdptool.records.trace import Repeat, Segment, Trace
 
 
-def summed_seconds(trace: Trace, group: Ring, products: Sequence[float] | None = None) -> dict[str, Cost]:
+def summed_seconds(
+    trace: Trace, group: Ring, products: Sequence[float] | None = None
+) -> dict[str, ModuleSeconds]:
     """Return what every traced module waits for its tensor-parallel group, recomputation included.
 
     Async TP divides an all-gather and the products that read it, or products and the reduce-scatter of what
@@ -36,7 +38,7 @@ def summed_seconds(trace: Trace, group: Ring, products: Sequence[float] | None =
         group: Its tensor-parallel group.
         products: Seconds of every operation of the trace if async TP is assumed; None: nothing overlaps.
     """
-    waited: dict[str, Cost] = {}
+    waited: dict[str, ModuleSeconds] = {}
     backward = False
     for owner, segment in owners_of(trace):
         backward = backward or segment.marker == "backward"
@@ -47,8 +49,8 @@ def summed_seconds(trace: Trace, group: Ring, products: Sequence[float] | None =
             moved -= sum(products[n] for n in multiplied) * (group.ranks - 1) / group.ranks
         seconds += max(moved, 0.0)
         if seconds:
-            cost = Cost(0.0, seconds) if backward else Cost(seconds)
-            waited[owner] = waited.get(owner, Cost()) + cost
+            cost = ModuleSeconds(0.0, seconds) if backward else ModuleSeconds(seconds)
+            waited[owner] = waited.get(owner, ModuleSeconds()) + cost
     return waited
 
 

@@ -157,7 +157,7 @@ _NOT_MODELS = ("Tokenizer", "Scheduler", "Processor", "FeatureExtractor", "Proce
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class PipelineComponent:
     """One entry of ``model_index.json``."""
 
     name: str
@@ -165,7 +165,7 @@ class Component:
     class_name: str
 
 
-def components(index: Mapping[str, Any]) -> tuple[Component, ...]:
+def components(index: Mapping[str, Any]) -> tuple[PipelineComponent, ...]:
     """Return the components of a pipeline that are models, in file order.
 
     Raises:
@@ -183,13 +183,13 @@ def components(index: Mapping[str, Any]) -> tuple[Component, ...]:
                 help="correct the pipeline's model_index.json",
             )
         if named and not any(word in class_name for word in _NOT_MODELS):
-            models.append(Component(name, library, class_name))
+            models.append(PipelineComponent(name, library, class_name))
     return tuple(models)
 
 
 def pick(
     index: Mapping[str, Any], wanted: str | None, where: str
-) -> tuple[Component, tuple[Diagnostic, ...]]:
+) -> tuple[PipelineComponent, tuple[Diagnostic, ...]]:
     """Return the component to inspect: ``wanted``, else the denoiser.
 
     Raises:

@@ -328,7 +328,7 @@ SMALL_BATCHES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Conformance:
     """What the conformance test found about one flavour; no problems means that it conforms.
 
     ``unmatched`` are LoRA targets this flavour lacks: fine as long as another flavour has them.
@@ -343,7 +343,7 @@ class Verdict:
 
 def assert_conforms(
     family: Family, *, flavours: Iterable[str] | None = None, train: bool = True
-) -> tuple[Verdict, ...]:
+) -> tuple[Conformance, ...]:
     """Check a family and all its flavours; return the verdicts if there is no problem.
 
     Args:
@@ -400,7 +400,7 @@ def _generic(family: Family) -> tuple[Any, ...]:
     return (family.match(nobody),) if family.precedence < 0 else ()
 
 
-def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Verdict:
+def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Conformance:
     """Check one flavour. Never raises for what the family does; every failure is a problem."""
     reference = f"{family.name}:{flavour.name}"
     problems: list[str] = []
@@ -425,7 +425,7 @@ def check_flavour(family: Family, flavour: Flavour, *, train: bool = True) -> Ve
             problems.append(f"a shrunk copy cannot be trained: {error.message}")
         except Exception as error:
             problems.append(f"a shrunk copy cannot be trained: {type(error).__name__}: {error}")
-    return Verdict(reference, tuple(problems), total, wrap, tuple(unmatched))
+    return Conformance(reference, tuple(problems), total, wrap, tuple(unmatched))
 
 
 def _on_meta(family: Family, flavour: Flavour) -> nn.Module:

@@ -132,7 +132,7 @@ def kernel_latency(device: torch.device) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MeasuredShape:
     """Operands of attention, and how they are masked; fields as in :class:`MeasuredAttention`."""
 
     dtype: str
@@ -164,10 +164,10 @@ class Shape:
         return query, key, value
 
 
-def usual_shapes(*, small: bool = False) -> tuple[Shape, ...]:
+def usual_shapes(*, small: bool = False) -> tuple[MeasuredShape, ...]:
     """Return the shapes that decide which kernel language models get: grouped queries, masks, fp32."""
     length, heads, grouped = (64, 4, 2) if small else (4096, 32, 8)
-    half = Shape("bfloat16", 1, heads, grouped, length, 16 if small else 128)
+    half = MeasuredShape("bfloat16", 1, heads, grouped, length, 16 if small else 128)
     plain = replace(half, key_heads=heads)
     wide = replace(half, dtype="float32", length=length // 2)
     return (
@@ -183,7 +183,7 @@ def usual_shapes(*, small: bool = False) -> tuple[Shape, ...]:
     )
 
 
-def measure_attention(device: torch.device, shapes: Sequence[Shape]) -> Iterator[MeasuredAttention]:
+def measure_attention(device: torch.device, shapes: Sequence[MeasuredShape]) -> Iterator[MeasuredAttention]:
     """Yield every kernel that could run each shape, with its time and workspaces or why it refuses."""
     for shape in shapes:
         if shape.masking == "documents":
@@ -210,7 +210,7 @@ def measure_attention(device: torch.device, shapes: Sequence[Shape]) -> Iterator
             yield _measured(shape, kernel, kernel == chosen, device, attend)
 
 
-def _varlen(shape: Shape, device: torch.device) -> Callable[[], torch.Tensor]:
+def _varlen(shape: MeasuredShape, device: torch.device) -> Callable[[], torch.Tensor]:
     """Return attention over four packed documents by torch's variable-length kernel (2.13)."""
     quarter = shape.length // 4
     ends = torch.arange(0, shape.length + 1, quarter, dtype=torch.int32, device=device)
@@ -232,7 +232,7 @@ def _varlen(shape: Shape, device: torch.device) -> Callable[[], torch.Tensor]:
 
 
 def _measured(
-    shape: Shape, kernel: str, chosen: bool, device: torch.device, attend: Callable[[], torch.Tensor]
+    shape: MeasuredShape, kernel: str, chosen: bool, device: torch.device, attend: Callable[[], torch.Tensor]
 ) -> MeasuredAttention:
     """Return the time and the workspaces of a kernel at a shape."""
     row = MeasuredAttention(

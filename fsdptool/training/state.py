@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fsdptool.training.data.loader import Loader
     from fsdptool.training.memory_meter import Meter
     from fsdptool.training.optimizers.sharded import ShardedOptimizer
-    from fsdptool.training.step import LossScaler, Outcome, Stepper
+    from fsdptool.training.step import LossScaler, Stepper, StepResult
 
 
-class Ema:
+class EmaWeights:
     """Keeps ``average = decay x average + (1 - decay) x parameter`` in fp32 (fp64 for fp64).
 
     Args:
@@ -113,7 +113,7 @@ class Assembled:
     stepper: Stepper
     optimizer: ShardedOptimizer
     scaler: LossScaler | None
-    ema: Ema | None
+    ema: EmaWeights | None
     objective: Objective
     rate: float
     proof: dict[str, Any]
@@ -134,7 +134,7 @@ class RunState:
     seed: int
     rank: int
     scaler: LossScaler | None = None
-    ema: Ema | None = None
+    ema: EmaWeights | None = None
     step: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -240,7 +240,7 @@ class NonFinitePolicy:
         self._session = session
         self._rollbacks: dict[int, int] = {}
 
-    def counts(self, outcome: Outcome, position: Mapping[str, Any]) -> bool:
+    def counts(self, outcome: StepResult, position: Mapping[str, Any]) -> bool:
         """Return whether a non-finite step counts as a step; a rollback happens here.
 
         An fp16 overflow with a finite loss is the scaler's business and always skipped.

@@ -68,7 +68,7 @@ class LossScaler:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """What a step came to, equal on all ranks.
 
     Attributes:
@@ -157,7 +157,7 @@ class Stepper:
         self.moment = lambda name: nullcontext()
         self._trained = _trained(model, by_name(placements))
 
-    def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> Outcome:
+    def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> StepResult:
         """Take one step and wait for what it came to; arguments as for :meth:`launch`."""
         return self.settle(self.launch(micro_batches, rate=rate, stop=stop))
 
@@ -205,7 +205,7 @@ class Stepper:
         shapes = {name: value.shape for name, value in sums.items()}
         return Launched(agreed, skipped, scale, shapes, host, copied)
 
-    def settle(self, launched: Launched) -> Outcome:
+    def settle(self, launched: Launched) -> StepResult:
         """Return what a step came to: the only place of a step where the host waits for the device."""
         if launched.copied is not None:
             launched.copied.synchronize()
@@ -220,7 +220,7 @@ class Stepper:
         finite = math.isfinite(squares) and math.isfinite(loss)
         if self.scaler is not None:
             self.scaler.update(overflow=not finite)
-        return Outcome(loss / items, norm, int(weight), finite, launched.stop, metrics)
+        return StepResult(loss / items, norm, int(weight), finite, launched.stop, metrics)
 
     def _global_weight(self, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """Return the number of items over all ranks and micro-batches."""

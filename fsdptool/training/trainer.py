@@ -48,14 +48,14 @@ from fsdptool.training.evaluate import Evaluated, Validation
 from fsdptool.training.memory_meter import open_meter
 from fsdptool.training.optimizers.sharded import base_rate, build_optimizer, rate, total_steps
 from fsdptool.training.sampling import Sampler, open_sampler
-from fsdptool.training.state import Assembled, Ema, NonFinitePolicy, RunParts, RunState
-from fsdptool.training.step import Launched, LossScaler, Outcome, Stepper, StopAgreement
+from fsdptool.training.state import Assembled, EmaWeights, NonFinitePolicy, RunParts, RunState
+from fsdptool.training.step import Launched, LossScaler, Stepper, StepResult, StopAgreement
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fsdptool.distributed.session import Session
-    from fsdptool.distributed.weights import Weights
+    from fsdptool.distributed.weights import FolderWeights
     from fsdptool.modeling.methods.lora import Derived
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import ModelChoice, Recipe
@@ -175,7 +175,7 @@ def assemble(inputs: RunInputs, session: Session, *, phase: PhaseReport = no_rep
         placements=plan.placements,
         order=order,
     )
-    ema = Ema(named, recipe.ema.decay) if recipe.ema.decay is not None else None
+    ema = EmaWeights(named, recipe.ema.decay) if recipe.ema.decay is not None else None
     return Assembled(model, stepper, optimizer, scaler, ema, objective, learning_rate, proof, notes)
 
 
@@ -213,7 +213,7 @@ def build_sharded(
     published = published_parameters(model)
     adapters: Blueprint | None = None
     derived: Mapping[str, Derived] = {}
-    continued: Weights | None = None
+    continued: FolderWeights | None = None
     if recipe is None:
         model.requires_grad_(False)
         model.eval()
@@ -432,7 +432,7 @@ class Trainer:
         status = "stopped" if self.stop.signal else "completed"
         return Ended(status, state.step, self.stop.signal, self._last_loss, self.validation.latest)
 
-    def step(self, total: int) -> Outcome:
+    def step(self, total: int) -> StepResult:
         """Take one optimizer step of ``total`` and wait for it."""
         return self._settle(self._launch(total, self.state.step + 1))[0]
 
@@ -459,7 +459,7 @@ class Trainer:
         position, memory = self.batches.state_dict(), self.parts.meter.last()
         return _Flight(step, launched, learning_rate, began, waited, self.batches.epoch, position, memory)
 
-    def _settle(self, flight: _Flight) -> tuple[Outcome, bool]:
+    def _settle(self, flight: _Flight) -> tuple[StepResult, bool]:
         """Wait for a launched step, count and report it; returns whether it counts: a rollback does not."""
         state = self.state
         outcome = self.assembled.stepper.settle(flight.launched)
@@ -481,7 +481,7 @@ class Trainer:
             self.parts.checkpointer.save(self.state, wait=wait)
 
 
-def step_metrics(trainer: Trainer, flight: _Flight, outcome: Outcome, seconds: float) -> Metrics:
+def step_metrics(trainer: Trainer, flight: _Flight, outcome: StepResult, seconds: float) -> Metrics:
     """Return the metrics of the step that ``trainer`` has just settled.
 
     Args:

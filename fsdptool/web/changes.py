@@ -22,7 +22,7 @@ class ConflictError(FsdptoolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FileChange:
     """A file as it is, and as it would be.
 
     Attributes:

@@ -43,7 +43,7 @@ class BusyError(FsdptoolError):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class WebJob:
     """One piece of work. Its fields are changed by :class:`Jobs` only.
 
     Attributes:
@@ -128,9 +128,9 @@ class Jobs:
         self._command = tuple(child)
         self._limit, self._kept, self._grace = waiting, kept, grace_seconds
         self._unheard = unheard_seconds
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._queue: list[Job] = []
-        self._running: Job | None = None
+        self._jobs: OrderedDict[str, WebJob] = OrderedDict()
+        self._queue: list[WebJob] = []
+        self._running: WebJob | None = None
         self._child: subprocess.Popen[str] | None = None
         self._ready = False
         self._folders: tuple[str, ...] | None = None
@@ -149,7 +149,7 @@ class Jobs:
 
     def submit(
         self, task: str, arguments: Mapping[str, Any], *, group: str | None = None, lasting: bool = False
-    ) -> Job:
+    ) -> WebJob:
         """Return the job for a question, new or known.
 
         Args:
@@ -171,7 +171,7 @@ class Jobs:
             if job is None or job.state is JobState.CANCELLED:
                 if self._closed or len(self._queue) >= self._limit:
                     raise BusyError("too many questions are waiting", help="try again in a moment")
-                job = self._jobs[name] = Job(name, task, dict(arguments), lasting)
+                job = self._jobs[name] = WebJob(name, task, dict(arguments), lasting)
                 self._queue.append(job)
             self._jobs.move_to_end(name)
             if group is not None:
@@ -182,12 +182,12 @@ class Jobs:
             self._start_next()
         return job
 
-    def get(self, job_id: str) -> Job | None:
+    def get(self, job_id: str) -> WebJob | None:
         """Return a job by its id, or None."""
         with self._lock:
             return self._jobs.get(job_id)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: WebJob) -> None:
         """Cancel a job that has not ended."""
         with self._lock:
             job._cancelling = True
@@ -199,7 +199,7 @@ class Jobs:
                 child = self._child
                 _later(self._grace, self._kill_if_running, job, child)
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: WebJob) -> None:
         """Cancel a job that nobody listens to any longer; that of a group may be asked for again first."""
         with self._lock:
             if job._groups:
@@ -207,7 +207,7 @@ class Jobs:
             else:
                 self._cancel_unheard(job, job._asked)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: WebJob) -> None:
         """Forget the result of an ended job, so that the same question is worked out again."""
         with self._lock:
             if job.state.ended:
@@ -227,16 +227,16 @@ class Jobs:
                 if stream is not None:
                     stream.close()
 
-    def _expect_listeners(self, job: Job) -> None:
+    def _expect_listeners(self, job: WebJob) -> None:
         if self._unheard is not None and not job.state.ended:
             _later(self._unheard, self._cancel_unheard, job, job._asked)
 
-    def _cancel_unheard(self, job: Job, asked: int) -> None:
+    def _cancel_unheard(self, job: WebJob, asked: int) -> None:
         with self._lock:
             if job._asked == asked and not (job.lasting or job._listeners or job.state.ended):
                 self.cancel(job)
 
-    def _overtake(self, group: str, keep: Job | None) -> None:
+    def _overtake(self, group: str, keep: WebJob | None) -> None:
         for other in [job for job in self._jobs.values() if group in job._groups and job is not keep]:
             other._groups.discard(group)
             if not other._groups:
@@ -327,14 +327,14 @@ class Jobs:
             self._end(job, JobState(message["state"]))
             self._start_next()
 
-    def _end(self, job: Job, state: JobState) -> None:
+    def _end(self, job: WebJob, state: JobState) -> None:
         job.state, job.progress = state, state.value
         job._ended.set()
         if state is JobState.CANCELLED and self._jobs.get(job.id) is job:
             del self._jobs[job.id]
         job._changed()
 
-    def _kill_if_running(self, job: Job, child: subprocess.Popen[str] | None) -> None:
+    def _kill_if_running(self, job: WebJob, child: subprocess.Popen[str] | None) -> None:
         with self._lock:
             if self._running is job and self._child is child and child is not None:
                 child.kill()

@@ -21,7 +21,7 @@ from fsdptool.web.events import Streams
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
-from fsdptool.web.security import WRITE_FIELD, WRITE_HEADER, Session
+from fsdptool.web.security import WRITE_FIELD, WRITE_HEADER, WebSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Services:
 
     roots: Roots
     jobs: Jobs
-    session: Session
+    session: WebSession
     menu: tuple[Page, ...]
     queue: QueueRunner
     streams: Streams

@@ -17,7 +17,7 @@ from fsdptool.records.mesh import GROUPS
 from fsdptool.records.plan import SearchPoint
 from fsdptool.web import references
 from fsdptool.web.forms import Field, FieldKind, option_fields, parse
-from fsdptool.web.jobs import Job
+from fsdptool.web.jobs import WebJob
 from fsdptool.web.offers import gpu_names
 from fsdptool.web.page import Services
 
@@ -135,7 +135,7 @@ def read_question(shared: Services, values: Mapping[str, str]) -> Question:
     return Question(fields, options, resolved)
 
 
-def submit(shared: Services, question: Question, *, group: str | None) -> Job:
+def submit(shared: Services, question: Question, *, group: str | None) -> WebJob:
     """Return the job that answers a question; its result is the document of ``plan``.
 
     Raises:

@@ -22,7 +22,7 @@ WRITE_FIELD = "write_token"
 
 
 @dataclass(slots=True)
-class Session:
+class WebSession:
     """The secrets of one server; all of them are new whenever it starts.
 
     Attributes:
@@ -130,7 +130,7 @@ class Policy:
         limits: How much a client may take.
     """
 
-    session: Session
+    session: WebSession
     hosts: frozenset[str]
     limits: Limits = field(default_factory=Limits)
 

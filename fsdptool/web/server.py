@@ -29,14 +29,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsdptool.config.command_lines import ALLOWED
 from fsdptool.errors import ConfigError, FsdptoolError, unusable_name
-from fsdptool.report.page.run import RUN_STYLE
-from fsdptool.report.page.style import STYLE
+from fsdptool.report.page.parts import STYLE
 from fsdptool.web.events import Streams
 from fsdptool.web.jobs import CHILD, Jobs
 from fsdptool.web.page import Page, Services, error_page, render
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
-from fsdptool.web.security import OPEN_PATH, Guard, Limits, Policy, Session
+from fsdptool.web.security import OPEN_PATH, Guard, Limits, Policy, WebSession
 
 PAGES = (
     "home",
@@ -116,7 +115,7 @@ class _WithinRoots:
 async def style(_: Request) -> Response:
     """Return the one style sheet: the palette and charts of the written pages, and the interface's own."""
     own = files("fsdptool.web").joinpath("static", "interface.css").read_text(encoding="utf-8")
-    return Response(f"{STYLE}\n{RUN_STYLE}\n{own}", media_type="text/css")
+    return Response(f"{STYLE}\n{own}", media_type="text/css")
 
 
 async def _os_error(request: Request, error: Any) -> Response:
@@ -304,7 +303,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class _AnnouncingSession(Session):
+class _AnnouncingSession(WebSession):
     """A session that tells when a one-time address was used, so that there is another one."""
 
     used: Callable[[], None]
@@ -327,7 +326,7 @@ def _open_browser(address: str) -> None:
         sys.stderr.write(f"no browser could be opened: {error}\n")
 
 
-def _protocol(seconds: float, session: Session) -> type[asyncio.Protocol]:
+def _protocol(seconds: float, session: WebSession) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on the heads of requests, and on who sends none.
 
     uvicorn 0.54 ends a connection that is idle after an answer, but waits without limit for a head that has

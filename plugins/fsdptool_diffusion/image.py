@@ -101,7 +101,7 @@ class DiT(Denoiser):
         return result[:, : noisy.shape[1]]
 
 
-class Masked(Denoiser):
+class MaskedTextDenoiser(Denoiser):
     """Denoisers that take text states and their mask: Sana and Lumina 2.
 
     Card option ``text``: the key that holds the width of the text states.
@@ -134,13 +134,13 @@ class Masked(Denoiser):
         return result
 
 
-class Sana(Masked):
+class Sana(MaskedTextDenoiser):
     """Sana: 32 pixels per latent."""
 
     geometry = Geometry(spatial=32, patch=1)
 
 
-class Lumina2(Masked):
+class Lumina2(MaskedTextDenoiser):
     """Lumina 2: time runs from noise to image, so both time and velocity change sign."""
 
     text_tokens = 256

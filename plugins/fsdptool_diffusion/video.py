@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.families.protocol import TensorSpec
 from fsdptool_diffusion.base import Denoiser, Geometry, floats, mask, settings
-from fsdptool_diffusion.image import Masked
+from fsdptool_diffusion.image import MaskedTextDenoiser
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -251,7 +251,7 @@ class Mochi(Denoiser):
         return -result
 
 
-class SanaVideo(Masked):
+class SanaVideo(MaskedTextDenoiser):
     """Sana-Video: Wan's latents, Sana's text."""
 
     geometry = Geometry(temporal=4, height=480, width=832, frames=81, rate=16)

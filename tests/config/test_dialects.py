@@ -13,7 +13,7 @@ import pytest
 
 import fsdptool.config.dialects as dialects
 from fsdptool.config import read_settings
-from fsdptool.config.dialects import Registry, load_registry
+from fsdptool.config.dialects import DialectRegistry, load_registry
 from fsdptool.config.dialects.accelerate import Accelerate
 from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.errors import ConfigError
@@ -124,7 +124,7 @@ def test_a_migration_that_changes_the_run_is_found() -> None:
 GOOD = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
 
 
-def registry(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> Registry:
+def registry(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> DialectRegistry:
     """Return our dialects with others beside them, each from a module of its own."""
     entries = [
         EntryPoint(dialect.name, f"{type(dialect).__module__}:{type(dialect).__name__}", dialects.GROUP)
@@ -135,7 +135,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, **plugins: object) -> Registry:
         module.plugin = plugin  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         entries.append(EntryPoint(name, f"plugin_{name}:plugin", dialects.GROUP))
-    made = Registry(entries)
+    made = DialectRegistry(entries)
     for user in ("fsdptool.config.dialects", "fsdptool.config.reader"):
         monkeypatch.setattr(f"{user}.load_registry", lambda: made)
     return made
@@ -191,7 +191,7 @@ def test_a_file_that_two_claim_equally_is_nobodys(monkeypatch: pytest.MonkeyPatc
 def test_one_name_of_two_packages_is_neithers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = registry(monkeypatch)
     twice = [EntryPoint("twin", f"{__name__}:{name}", dialects.GROUP) for name in ("Twin", "Raising")]
-    contested = Registry(twice)
+    contested = DialectRegistry(twice)
     assert not contested.all() and "registers the same name" in contested.problems["twin"]
     assert "twin" not in made.names
 

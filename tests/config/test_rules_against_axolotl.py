@@ -14,7 +14,7 @@ import axolotl_oracle
 import pytest
 
 from fsdptool.config import read_settings
-from fsdptool.config.dialects.axolotl.refusals import REFUSALS, Values
+from fsdptool.config.dialects.axolotl.refusals import REFUSALS, WrittenValues
 from fsdptool.config.migrate import migrate_file, repair
 from fsdptool.files.yaml_tree import parse_yaml
 
@@ -304,7 +304,7 @@ def test_every_refusal_has_a_file() -> None:
     for validator, written, _ in REFUSED:
         document = parse_yaml(written)
         lint = SimpleNamespace(root=document.root)
-        rows = [row for row in REFUSALS if row.when(Values(lint))]
+        rows = [row for row in REFUSALS if row.when(WrittenValues(lint))]
         assert validator in {row.validator for row in rows}
         struck.update(map(id, rows))
     assert {row.words for row in REFUSALS if id(row) not in struck} == set()

@@ -273,11 +273,11 @@ class _Broken:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failure_in_a_loading_process_stays_one_line(workers: int) -> None:
-    from fsdptool.training.data.loader import Loader, Share, Stack
+    from fsdptool.training.data.loader import Loader, RankShare, Stack
     from fsdptool.training.data.order import PlainOrder
 
     order = PlainOrder(100, seed=0, shuffle=False)
-    loader = Loader(_Broken(), Stack(), order, Share(0, 1, 2, 1), workers=workers, start_method="fork")
+    loader = Loader(_Broken(), Stack(), order, RankShare(0, 1, 2, 1), workers=workers, start_method="fork")
     assert [next(loader)[0]["x"].tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(ConfigError) as caught:
         next(loader)

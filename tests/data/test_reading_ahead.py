@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdptool.errors import ConfigError
-from fsdptool.training.data.loader import Loader, Share, Stack
+from fsdptool.training.data.loader import Loader, RankShare, Stack
 from fsdptool.training.data.order import PlainOrder
 
 
@@ -44,7 +44,7 @@ class Numbers:
 def loader_of(samples: Numbers, *, workers: int = 0, steps: int | None = None) -> Loader:
     """Return a loader of steps of two micro-batches with one sample each."""
     order = PlainOrder(len(samples), seed=0, shuffle=False)
-    share = Share(0, 1, 1, 2)
+    share = RankShare(0, 1, 1, 2)
     return Loader(samples, Stack(), order, share, workers=workers, start_method="fork", steps=steps)
 
 

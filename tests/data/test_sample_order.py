@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdptool.training.data.loader import Share
+from fsdptool.training.data.loader import RankShare
 from fsdptool.training.data.order import BucketOrder, PlainOrder, mix, permutation
 
 
@@ -69,7 +69,7 @@ def test_buckets_lose_and_repeat_nothing(sizes: list[int], chunk: int, seed: int
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]))
 def test_ranks_split_a_global_batch_without_rest(world: int, micro: int, accumulation: int) -> None:
     order = PlainOrder(50, seed=3, shuffle=True)
-    shares = [Share(rank, world, micro, accumulation) for rank in range(world)]
+    shares = [RankShare(rank, world, micro, accumulation) for rank in range(world)]
     places = order.places(0, shares[0].global_batch)
     # In the order of turns, then ranks, the parts are the line itself.
     parts = [place for turn in range(accumulation) for share in shares for place in share.mine(places, turn)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdptool.errors import ReferenceError as BadReference
-from fsdptool.families.registry import Registry, family_digest, load_registry, read_registry
+from fsdptool.families.registry import FamilyRegistry, family_digest, load_registry, read_registry
 
 PLUGIN = """
 from fsdptool.families.protocol import Family, Flavour, Match
@@ -80,7 +80,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("registry_plugin", None)
 
 
-def registry(*values: str) -> Registry:
+def registry(*values: str) -> FamilyRegistry:
     return read_registry(EntryPoint(f"e{i}", value, "fsdptool.families") for i, value in enumerate(values))
 
 

@@ -16,7 +16,7 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import load_schema
 from fsdptool.launch.command import Nodes, build_command, interface_towards, reachable_name
-from fsdptool.launch.job import Job, node_lines
+from fsdptool.launch.job import MultiNodeJob, node_lines
 from fsdptool.launch.machine import gpu_set, live_claims, register_claim, requested_gpus
 from fsdptool.launch.prepare import count_processes, place_nodes
 from fsdptool.launch.processes import identify
@@ -175,7 +175,7 @@ def test_attention_is_the_kernel_that_plans_assume_unless_the_environment_says_o
     assert variable("cuda") is None, "what is exported reaches the workers by itself"
 
 
-def job(**changes: object) -> Job:
+def job(**changes: object) -> MultiNodeJob:
     fields: dict[str, object] = {
         "recipe": Path("/data/my recipe.yaml"),
         "config": Path("/data/a.yaml"),
@@ -185,7 +185,7 @@ def job(**changes: object) -> Job:
         "gpus": True,
         "variables": {"NCCL_IB_HCA": "mlx5_0,mlx5_1"},
     }
-    return Job(**{**fields, **changes})  # type: ignore[arg-type]
+    return MultiNodeJob(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_every_node_has_a_line_that_a_shell_reads_as_meant() -> None:

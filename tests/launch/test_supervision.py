@@ -16,7 +16,7 @@ import pytest
 
 from fsdptool.launch import supervise
 from fsdptool.launch.command import LaunchCommand
-from fsdptool.launch.outcome import Outcome
+from fsdptool.launch.outcome import RunOutcome
 from fsdptool.launch.supervise import Supervisor
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.signals import handle_stop_signals
@@ -34,10 +34,10 @@ class Stage:
         (folder / "logs").mkdir()
         self.told: list[Mapping[str, Any]] = []
 
-    def play(self, *acts: str) -> Outcome:
+    def play(self, *acts: str) -> RunOutcome:
         return self.supervise(sys.executable, str(PLAY), str(self.folder), *acts)
 
-    def supervise(self, *argv: str) -> Outcome:
+    def supervise(self, *argv: str) -> RunOutcome:
         with handle_stop_signals("", "") as stops:
             stops.collect()
             command = LaunchCommand(argv)

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptool.memory.tracing.fake_mode import TracingMode
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 SIDE = 256
 BYTES = SIDE * SIDE * 4
@@ -97,7 +97,7 @@ def peak_of_a_trace(compute: Callable[[torch.Tensor], torch.Tensor]) -> int:
     mode = TracingMode()
     with mode:
         x = torch.empty(SIDE, SIDE, requires_grad=True)
-    recorder = Recorder([x], "cpu")
+    recorder = SegmentRecorder([x], "cpu")
     with mode, recorder:
         loss = compute(x)
         recorder.mark("backward", "")

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from fsdptool.memory.tracing.kernels import kernels_of
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.records.trace import Profile
 
 
@@ -38,7 +38,7 @@ def test_a_mask_that_a_model_fills_with_ones_is_dropped_and_the_batchs_is_not() 
 
 def test_a_product_of_two_dtypes_cannot_be_traced() -> None:
     layer = torch.nn.Linear(4, 3, bias=False).to(torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True), Recorder([]):
+    with FakeTensorMode(allow_non_fake_inputs=True), SegmentRecorder([]):
         layer(torch.empty(2, 4, dtype=torch.bfloat16))
         with pytest.raises(RuntimeError, match=r"float32 and torch\.bfloat16"):
             layer(torch.empty(2, 4))
@@ -77,7 +77,7 @@ def test_copies_that_kernels_make_of_their_inputs_are_counted(name: str, contigu
     del out
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, y = mode.from_tensor(x), mode.from_tensor(y)
-        with Recorder([x, y], "cpu") as recorder:
+        with SegmentRecorder([x, y], "cpu") as recorder:
             out = call(x, y)
             trace = recorder.trace(profile="cpu", compute_dtype="float32")
         del out
@@ -97,7 +97,7 @@ def test_cuda_normalises_by_the_root_mean_square_in_one_kernel() -> None:
     def names(layer: torch.nn.RMSNorm, device: Profile) -> list[str]:
         with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(4, 6, 8, dtype=torch.bfloat16, requires_grad=True)
-            with Recorder([x, *layer.parameters()], device) as recorder:
+            with SegmentRecorder([x, *layer.parameters()], device) as recorder:
                 layer(x).backward(torch.empty_like(x))
                 trace = recorder.trace(profile=device, compute_dtype="bfloat16")
         return [trace.vocabulary[name] for name in trace.names]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from fsdptool.memory.tracing.kernels import kernels_of
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 
@@ -38,5 +38,5 @@ def normalise() -> Tensor:
 def test_mixed_dtypes_are_refused_as_kernels_refuse_them(run: Callable[[], Tensor]) -> None:
     with pytest.raises(RuntimeError):
         run()
-    with kernels_of("cpu"), FakeTensorMode(), Recorder([]), pytest.raises(RuntimeError):
+    with kernels_of("cpu"), FakeTensorMode(), SegmentRecorder([]), pytest.raises(RuntimeError):
         run()

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdptool.memory.tracing.fake_tensors import Conditions
+from fsdptool.memory.tracing.fake_tensors import MicroBatchConditions
 from fsdptool.memory.tracing.module_hooks import ModuleHooks
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 
 class Pair(nn.Module):
@@ -58,8 +58,8 @@ def test_arguments_that_are_one_tensor_stay_one_except_at_units(one_rank: None) 
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(sharded.blocks[0], mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    recorder = Recorder([])
-    ModuleHooks(recorder, Conditions("cpu", None)).attach(traced)
+    recorder = SegmentRecorder([])
+    ModuleHooks(recorder, MicroBatchConditions("cpu", None)).attach(traced)
     inputs = torch.ones(2, 4)
     for model in (sharded, traced):
         model(inputs).sum().backward()

@@ -11,7 +11,7 @@ from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import Cost, Traffic, fill, module_costs, with_copies
+from fsdptool.planning.step_time import ModuleSeconds, Traffic, fill, module_costs, with_copies
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
 from fsdptool.records.mesh import ParallelDims
@@ -63,11 +63,11 @@ def test_work_is_added_to_collectives_that_stay_as_they_are() -> None:
         for stage in stages(2, size=1e9, forward=0.0)
     )
     traffic = Traffic(order=(1, 0), stages=collectives, trained=0.0, tensors=(), offloaded=0.0, prefetch=1)
-    filled = fill(traffic, [Cost(1.0, 2.0), Cost(3.0, 4.0)])
+    filled = fill(traffic, [ModuleSeconds(1.0, 2.0), ModuleSeconds(3.0, 4.0)])
     assert [(stage.forward, stage.backward) for stage in filled] == [(3.0, 4.0), (1.0, 2.0)]
     assert tuple(replace(stage, forward=0.0, backward=0.0) for stage in filled) == collectives
     # Seconds are divided by the ranks that share a sequence; the bytes between them are not.
-    shared = fill(traffic, [Cost(1.0, 2.0), Cost(3.0, 4.0)], 2, exchanged=[10, 30])
+    shared = fill(traffic, [ModuleSeconds(1.0, 2.0), ModuleSeconds(3.0, 4.0)], 2, exchanged=[10, 30])
     assert [(stage.forward, stage.exchanged) for stage in shared] == [(1.5, 30), (0.5, 10)]
 
 

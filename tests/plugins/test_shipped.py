@@ -15,7 +15,7 @@ from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.protocol import Family
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.build import build
-from fsdptool.memory.tracing.fake_tensors import Conditions, Values
+from fsdptool.memory.tracing.fake_tensors import FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.modeling.objective import Task
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
@@ -113,8 +113,10 @@ def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
     _, tensors = small_batch(family, spec)
     objective = family.objectives()[spec.objective or ""]()
     half = torch.bfloat16
-    conditions = Conditions("cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32)
-    traced = run_trace(build(spec), Task(objective), tensors, conditions, values=Values.FIXED)
+    conditions = MicroBatchConditions(
+        "cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32
+    )
+    traced = run_trace(build(spec), Task(objective), tensors, conditions, values=FollowedValues.FIXED)
     assert traced.known and traced.gradients
 
 

@@ -295,7 +295,7 @@ def test_a_plan_is_one_screen_and_the_rest_is_explained(
 
 
 def test_every_component_has_a_colour_that_the_page_defines(plan: Plan) -> None:
-    from fsdptool.report.page.style import STYLE
+    from fsdptool.report.page.parts import STYLE
 
     assert {component.group for component in Component} == set(ColourGroup)
     assert all(f".k-{group}" in STYLE and group.legend for group in ColourGroup)

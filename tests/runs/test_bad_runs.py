@@ -13,7 +13,7 @@ from real_runs import CONFIG, RECIPE, Work
 
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
-from fsdptool.launch.prepare import Prepared, prepare
+from fsdptool.launch.prepare import PreparedRun, prepare
 from fsdptool.launch.start import check_folder, lock_run
 
 
@@ -178,7 +178,7 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
     recipe(place)
     made = place.folder / "run" / "run.json"
 
-    def slowly(*arguments: object, **options: object) -> Prepared:
+    def slowly(*arguments: object, **options: object) -> PreparedRun:
         prepared = prepare(*arguments, **options)  # type: ignore[arg-type]
         made.parent.mkdir()
         made.write_text("{}")

@@ -38,6 +38,7 @@ OPENED: dict[str, str] = {
     "cli/options.py:_value": "the command line",
     "cli/options.py:write_file": "a new file",
     "rules.py:_failures": "data of this package",
+    "report/page/parts.py": "style sheets of this package",
     "runs/folder.py:write_text": "a new file",
     "runs/manifest.py:sync_folder": "a folder, to flush it",
     "runs/watchdog.py:_state": "/proc",

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdptool.distributed.shard import local, sharded_like
 from fsdptool.records.recipe import Optimizer
 from fsdptool.training.optimizers.sharded import ShardedOptimizer, build_optimizer
-from fsdptool.training.state import Ema, RunState
+from fsdptool.training.state import EmaWeights, RunState
 
 SHAPES = {"weight": (6, 3), "uneven": (5, 4), "bias": (4,)}
 
@@ -64,7 +64,7 @@ def offloaded_model(scale: float) -> nn.Module:
     return model
 
 
-def take_step(model: nn.Module, optimizer: ShardedOptimizer, ema: Ema, step: int) -> None:
+def take_step(model: nn.Module, optimizer: ShardedOptimizer, ema: EmaWeights, step: int) -> None:
     """Take a step whose gradients follow from its number."""
     for name, parameter in model.named_parameters():
         gradient = torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(100 * step + len(name)))
@@ -78,7 +78,7 @@ def state_of(model: nn.Module, kind: str) -> RunState:
     """Return the state of a run over ``model``."""
     named = list(model.named_parameters())
     optimizer = build_optimizer(Optimizer(name=kind), named, rate=1e-2)
-    return RunState(model, optimizer, NoBatches(), 0, dist.get_rank(), ema=Ema(named, 0.9))
+    return RunState(model, optimizer, NoBatches(), 0, dist.get_rank(), ema=EmaWeights(named, 0.9))
 
 
 def continued(folder: str, kind: str, policy: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sites import HOST, PATIENCE, Server, Site, chromium, serving
 
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
-from fsdptool.web.security import Limits, Policy, Session
+from fsdptool.web.security import Limits, Policy, WebSession
 from fsdptool.web.server import build_app
 
 
@@ -26,7 +26,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     """An application whose only root is an empty folder; a body of more than 64 KiB is too large."""
     folder = tmp_path / "models"
     folder.mkdir()
-    session, jobs = Session(8400), Jobs()
+    session, jobs = WebSession(8400), Jobs()
     app = build_app(Policy(session, frozenset({HOST}), Limits(body_bytes=1 << 16)), Roots([folder]), jobs)
     yield Site(app, session, folder, jobs)
     jobs.close()
@@ -35,7 +35,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 @pytest.fixture
 def impatient_site(tmp_path: Path) -> Iterator[Site]:
     """An application that waits a moment only for the body of a request."""
-    session, jobs = Session(8400), Jobs()
+    session, jobs = WebSession(8400), Jobs()
     policy = Policy(session, frozenset({HOST}), Limits(body_seconds=0.05))
     yield Site(build_app(policy, Roots([tmp_path]), jobs), session, tmp_path, jobs)
     jobs.close()

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
-from fsdptool.web.security import Session
+from fsdptool.web.security import WebSession
 from fsdptool.web.server import Address, Interface
 
 HOST = "127.0.0.1:8400"
@@ -63,7 +63,7 @@ class Site:
     """The application without a network, and the secrets of a browser that was let in."""
 
     app: Any
-    session: Session
+    session: WebSession
     folder: Path
     jobs: Jobs
 

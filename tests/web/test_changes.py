@@ -14,7 +14,7 @@ import pytest
 
 from fsdptool.errors import FsdptoolError, StorageError
 from fsdptool.files.text import create_file
-from fsdptool.web.changes import Change, ConflictError
+from fsdptool.web.changes import ConflictError, FileChange
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, before: bytes | None)
     path = tmp_path / "accelerate.yaml"
     if before is not None:
         path.write_bytes(before)
-    change = Change(path, before, b"new: true\n" * 1000)
+    change = FileChange(path, before, b"new: true\n" * 1000)
     with full_disk(64), pytest.raises(StorageError, match="cannot be written"):
         change.write(change.digest)
     assert (path.read_bytes() if path.exists() else None) == before
@@ -49,7 +49,7 @@ def test_of_browsers_that_write_at_once_one_wins(tmp_path: Path, before: bytes |
     refused: list[FsdptoolError] = []
 
     def write(number: int) -> None:
-        change = Change(path, before, f"from: {number}\n".encode())
+        change = FileChange(path, before, f"from: {number}\n".encode())
         start.wait(60)
         try:
             change.write(change.digest)
@@ -68,11 +68,11 @@ def test_of_browsers_that_write_at_once_one_wins(tmp_path: Path, before: bytes |
 
 
 def test_another_change_than_the_shown_one_is_not_written(tmp_path: Path) -> None:
-    shown = Change(tmp_path / "a.yaml", None, b"a: 1\n").digest
+    shown = FileChange(tmp_path / "a.yaml", None, b"a: 1\n").digest
     for other in (
-        Change(tmp_path / "a.yaml", None, b"a: 2\n"),
-        Change(tmp_path / "a.yaml", b"", b"a: 1\n"),
-        Change(tmp_path / "b.yaml", None, b"a: 1\n"),
+        FileChange(tmp_path / "a.yaml", None, b"a: 2\n"),
+        FileChange(tmp_path / "a.yaml", b"", b"a: 1\n"),
+        FileChange(tmp_path / "b.yaml", None, b"a: 1\n"),
     ):
         with pytest.raises(ConflictError):
             other.write(shown)

@@ -13,7 +13,7 @@ import pytest
 from sites import PATIENCE, await_in_thread
 
 from fsdptool.errors import ExitCode
-from fsdptool.web.jobs import BusyError, Job, Jobs, JobState
+from fsdptool.web.jobs import BusyError, Jobs, JobState, WebJob
 
 CHILD = (sys.executable, str(Path(__file__).with_name("play_tasks.py")))
 
@@ -26,7 +26,7 @@ def jobs() -> Iterator[Jobs]:
     jobs.close()
 
 
-def ended(job: Job) -> list[tuple[JobState, str]]:
+def ended(job: WebJob) -> list[tuple[JobState, str]]:
     """Return every change of a job until its end."""
 
     async def collect() -> list[tuple[JobState, str]]:
@@ -36,7 +36,7 @@ def ended(job: Job) -> list[tuple[JobState, str]]:
     return await_in_thread(collect())
 
 
-def running(job: Job) -> None:
+def running(job: WebJob) -> None:
     """Wait until the task of a job has begun."""
 
     async def wait() -> None:
@@ -55,7 +55,7 @@ async def exists(path: Path) -> None:
         await asyncio.sleep(0.02)
 
 
-def play(jobs: Jobs, act: str, group: str | None = None, **arguments: Any) -> Job:
+def play(jobs: Jobs, act: str, group: str | None = None, **arguments: Any) -> WebJob:
     """Submit one of the played tasks."""
     return jobs.submit("play:play", {"act": act, **arguments}, group=group)
 

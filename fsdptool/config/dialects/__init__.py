@@ -24,7 +24,7 @@ CERTAIN = 0.9
 _XLA = "XLA FSDP settings (torch_xla on TPU), not FSDP2"
 
 
-class Registry:
+class DialectRegistry:
     """The dialects that entry points name; each loads on first use.
 
     Attributes:
@@ -127,13 +127,13 @@ def _problem(dialect: object, name: str) -> str | None:
 
 
 @cache
-def load_registry() -> Registry:
+def load_registry() -> DialectRegistry:
     """Return the registry of the installed dialects, once per process.
 
     Raises:
         ConfigError: There is none: fsdptool itself is not installed as it should be.
     """
-    registry = Registry(metadata.entry_points(group=GROUP))
+    registry = DialectRegistry(metadata.entry_points(group=GROUP))
     if not registry.names:
         raise ConfigError(
             f"no dialect is registered in the entry-point group {GROUP}",

@@ -19,7 +19,14 @@ from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveDtypes, Fix, 
 from fsdptool.records.sharding import FsdpSettings
 
 __all__ = [
-    "API_VERSION", "Dialect", "Fact", "Finding", "LintContext", "Program", "Rewriter", "Target",
+    "API_VERSION",
+    "Dialect",
+    "DialectFinding",
+    "Fact",
+    "LintContext",
+    "Program",
+    "Rewriter",
+    "Target",
     "parse_source",
 ]  # fmt: skip
 
@@ -172,7 +179,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DialectFinding:
     """A diagnostic, the settings its fix changes, its index in the text and the key that it is about.
 
     ``elsewhere`` is the place in another file, where the text that was read only names that file.
@@ -233,7 +240,7 @@ class LintContext:
     rules: Mapping[str, Rule]
     environment: Mapping[str, str] = field(default_factory=dict)
     facts: dict[str, Fact] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DialectFinding] = field(default_factory=list)
     ignored: list[IgnoredKey] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -371,7 +378,7 @@ class LintContext:
         )
         order, key = start if start is not None else -1, str(at.key) if isinstance(at, Entry) else None
         there = elsewhere[1:] if elsewhere is not None else None
-        self.findings.append(Finding(diagnostic, dict(changes or {}), order, key, there))
+        self.findings.append(DialectFinding(diagnostic, dict(changes or {}), order, key, there))
 
     def report_value(
         self, code: str, message: str, at: Entry | Node | str | None, meant: Any = None, **more: Any

@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
-from fsdptool.config.dialects.trainer import CANNOT, KEYS, Trainer, mapping, read_arguments, read_config
+from fsdptool.config.dialects.trainer import (
+    CANNOT,
+    KEYS,
+    Trainer,
+    mapping,
+    read_arguments,
+    read_config,
+)
 from fsdptool.config.programs import TRAINER_LOOP, Program
 from fsdptool.files.tree import Entry, Node, to_python
 

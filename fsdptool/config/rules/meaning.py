@@ -392,7 +392,7 @@ def _version(lint: LintContext) -> None:
         if lint.get("state_dict_type") == "local":
             lint.report_value("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", "state_dict_type")
         return
-    migrated = Migration(None) if lint.trial else migration(lint)
+    migrated = MigrationEdits(None) if lint.trial else migration(lint)
     written = lint.written("fsdp_version")
     what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
     severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"
@@ -607,7 +607,7 @@ def _defaults(lint: LintContext) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Migration:
+class MigrationEdits:
     """What migrating a file takes: edits and the settings they change, or why it is refused."""
 
     edits: tuple[Edit, ...] | None
@@ -615,28 +615,30 @@ class Migration:
     refusal: str | None = None
 
 
-def migration(lint: LintContext) -> Migration:
+def migration(lint: LintContext) -> MigrationEdits:
     """Return how an FSDP1 file becomes FSDP2, in its own dialect."""
     refusal = _refusal(lint)
     if refusal is not None:
-        return Migration(None, refusal=refusal)
+        return MigrationEdits(None, refusal=refusal)
     strategy = lint.get("sharding_strategy") or "full_shard"
     mesh = {}
     if strategy.startswith("hybrid"):
         mesh = hybrid_mesh(lint.get("num_processes"), lint.get("num_machines"))
     target = Target(RESHARD_OF_STRATEGY[strategy], lint.get("state_dict_type") or "full", mesh)
     if not lint.dialect.in_place:
-        return Migration(None, refusal=f"rewrite the file: fsdptool migrate --to {lint.dialect.name} FILE")
+        return MigrationEdits(
+            None, refusal=f"rewrite the file: fsdptool migrate --to {lint.dialect.name} FILE"
+        )
     try:
         steps = Rewriter(lint.source, partial(parse_source, dialect=lint.dialect))
         further = lint.dialect.migrate(steps, lint, target)
     except NotEditableError as error:
-        return Migration(None, refusal=f"the form of the file does not allow it: {error}")
+        return MigrationEdits(None, refusal=f"the form of the file does not allow it: {error}")
     changes: dict[str, Any] = {"fsdp_version": 2, "reshard_after_forward": target.reshard, **mesh, **further}
     changes.update(dict.fromkeys(LEGACY))
     if mesh:
         changes |= {name: 1 for name in MESH if name not in mesh}
-    return Migration(edits_between(lint.source.text, steps.source.text), changes)
+    return MigrationEdits(edits_between(lint.source.text, steps.source.text), changes)
 
 
 def _refusal(lint: LintContext) -> str | None:

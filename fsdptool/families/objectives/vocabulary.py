@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fsdptool.families.objectives.common import IGNORED, accumulation_dtype, unwrapped
 
 
-class Group(Protocol):
+class VocabularyGroup(Protocol):
     """The ranks that divide the vocabulary."""
 
     def sum(self, values: Tensor, op: Any = ...) -> Tensor:
@@ -37,7 +37,7 @@ class VocabularyPart:
         first: The part's first token.
     """
 
-    group: Group
+    group: VocabularyGroup
     first: int
 
 

@@ -74,7 +74,7 @@ def shard_shape(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ShardedParameter:
     """One parameter under a plan: elements per rank and the dtypes it passes through.
 
     Attributes:
@@ -107,14 +107,14 @@ class Weights:
         return self.parameter.trainable
 
 
-def weigh(parameter: Parameter, unit: Unit, plan: UnitPlan, ranks: int) -> Weights:
+def weigh(parameter: Parameter, unit: Unit, plan: UnitPlan, ranks: int) -> ShardedParameter:
     """Return the sizes of one parameter of ``unit``, sharded over ``ranks`` ranks."""
     stored = stored_dtype(parameter, plan)
     computed = plan.param_dtype if plan.param_dtype and stored in _FLOATING else stored
     dimension = plan.shard_dimension(unit, parameter.shape, ranks)
     shard = prod(shard_shape(parameter.shape, ranks, dimension))
     widths = WIDTH.get(stored, 4), WIDTH.get(computed, 4)
-    return Weights(parameter, dimension, shard, shard * ranks, *widths, computed, stored != computed)
+    return ShardedParameter(parameter, dimension, shard, shard * ranks, *widths, computed, stored != computed)
 
 
 def stored_dtype(parameter: Parameter, plan: UnitPlan) -> str:
@@ -139,7 +139,7 @@ COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class MemoryDevice:
     """How a device profile treats memory.
 
     Attributes:
@@ -156,10 +156,10 @@ class Device:
     fused_copy_in: bool = False
 
 
-DEVICES: Mapping[DeviceProfile, Device] = {
-    "cuda": Device(512, host_apart=True, fused_copy_in=True),
-    "cpu-fake": Device(1),
-    "cpu-gloo": Device(1, copying=True),
+DEVICES: Mapping[DeviceProfile, MemoryDevice] = {
+    "cuda": MemoryDevice(512, host_apart=True, fused_copy_in=True),
+    "cpu-fake": MemoryDevice(1),
+    "cpu-gloo": MemoryDevice(1, copying=True),
 }
 
 
@@ -205,7 +205,7 @@ class Reduction:
 
 
 def unshard_buffers(
-    weights: Sequence[Weights], plan: UnitPlan, ranks: int, reshard: bool | int, grain: int
+    weights: Sequence[ShardedParameter], plan: UnitPlan, ranks: int, reshard: bool | int, grain: int
 ) -> UnshardBuffers:
     """Return the buffers that gather the parameters ``weights`` of one unit.
 
@@ -243,7 +243,7 @@ def unshard_buffers(
 
 
 def reduction(
-    weights: Sequence[Weights], plan: UnitPlan, device: Device, *, accumulated: bool = False
+    weights: Sequence[ShardedParameter], plan: UnitPlan, device: MemoryDevice, *, accumulated: bool = False
 ) -> Reduction:
     """Return the buffers that reduce-scatter the gradients of ``weights``.
 
@@ -275,7 +275,7 @@ _FUSED_CAST = ("bfloat16", "float32")
 
 
 def copies_of_gradients(
-    weights: Sequence[Weights], plan: UnitPlan, device: Device, *, accumulated: bool = False
+    weights: Sequence[ShardedParameter], plan: UnitPlan, device: MemoryDevice, *, accumulated: bool = False
 ) -> Block | None:
     """Return what ``_chunk_cat`` allocates while it copies gradients into a reduction's input, or None.
 
@@ -334,7 +334,7 @@ def replicated_messages(plan: UnitPlan, grain: int) -> list[Block]:
     return messages
 
 
-def full_tensor(weights: Weights, width: int, device: Device, ranks: int) -> tuple[int, ...]:
+def full_tensor(weights: ShardedParameter, width: int, device: MemoryDevice, ranks: int) -> tuple[int, ...]:
     """Return the allocations behind one whole tensor of a full checkpoint.
 
     ``full_tensor`` gathers padded rows; uneven ones are cut by a copy, and parts of another dimension are
@@ -363,7 +363,7 @@ def gradient_block(size: int) -> Block:
     return Block(UNSHARDED_GRADIENTS, size, (size,), COMPUTE)
 
 
-def widened(weights: Weights, plan: UnitPlan, grain: int) -> Block | None:
+def widened(weights: ShardedParameter, plan: UnitPlan, grain: int) -> Block | None:
     """Return an unsharded gradient in the reduce dtype, or None where it stays as it is."""
     width = reduce_width(plan)
     if width is None or width == weights.computed:

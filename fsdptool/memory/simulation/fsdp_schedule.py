@@ -35,7 +35,7 @@ from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import Trace
 
 
-class Schedule(Unshard):
+class FsdpSchedule(Unshard):
     """One rank's units over a step; :meth:`micro_batch` plays the trace through them.
 
     Args:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdptool.memory.simulation.collectives import (
-    Device,
+    MemoryDevice,
     Reduction,
+    ShardedParameter,
     UnshardBuffers,
-    Weights,
     backend_copy,
     reduction,
     rounded,
@@ -29,7 +29,7 @@ SHARDED, UNSHARDED_STATE, POST_FORWARD = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class UnitShare:
     """One unit as a rank holds it: what no step changes.
 
     Attributes:
@@ -42,8 +42,8 @@ class Share:
     """
 
     unit: Unit
-    weights: tuple[Weights, ...]
-    by_name: Mapping[str, Weights]
+    weights: tuple[ShardedParameter, ...]
+    by_name: Mapping[str, ShardedParameter]
     buffers: UnshardBuffers
     reduction: Reduction
     reshard: bool | int
@@ -66,9 +66,9 @@ class Rank:
 
     plan: UnitPlan
     degree: int
-    device: Device
-    shares: tuple[Share, ...]
-    distinct: tuple[tuple[Weights, ...], ...]
+    device: MemoryDevice
+    shares: tuple[UnitShare, ...]
+    distinct: tuple[tuple[ShardedParameter, ...], ...]
     modules: frozenset[str]
     home: Mapping[str, int]
 
@@ -78,9 +78,9 @@ class Group:
     """One unit while it is simulated."""
 
     unit: Unit
-    weights: tuple[Weights, ...]
+    weights: tuple[ShardedParameter, ...]
     sizes: UnshardBuffers
-    share: Share
+    share: UnitShare
     reshard: bool | int
     state: int = SHARDED
     training: int = IDLE
@@ -108,7 +108,7 @@ def make_groups(rank: Rank) -> list[Group]:
     return [Group(s.unit, s.weights, s.buffers, s, s.reshard) for s in rank.shares]
 
 
-def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
+def cut(plan: UnitPlan, degree: int, device: MemoryDevice) -> Rank:
     """Return what one rank holds of a plan; units of one signature share their sizes.
 
     Args:
@@ -116,7 +116,7 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
         degree: Ranks that share one copy.
         device: Whose memory is counted.
     """
-    known: dict[object, tuple[tuple[Weights, ...], UnshardBuffers, Reduction]] = {}
+    known: dict[object, tuple[tuple[ShardedParameter, ...], UnshardBuffers, Reduction]] = {}
     shares = []
     for unit in plan.units:
         reshard = _resharding(unit)
@@ -132,7 +132,7 @@ def cut(plan: UnitPlan, degree: int, device: Device) -> Rank:
             )
         weights, buffers, reduced = known[key]
         by_name = {p.fqn: w for p, w in zip(unit.parameters, weights, strict=True)}
-        shares.append(Share(unit, weights, by_name, buffers, reduced, reshard, ranks))
+        shares.append(UnitShare(unit, weights, by_name, buffers, reduced, reshard, ranks))
     return Rank(
         plan,
         degree,

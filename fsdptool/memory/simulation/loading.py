@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from fsdptool.memory.simulation.collectives import WIDTH, Weights, rounded, rounded_sum
-from fsdptool.memory.simulation.groups import Rank, Share
+from fsdptool.memory.simulation.collectives import WIDTH, ShardedParameter, rounded, rounded_sum
+from fsdptool.memory.simulation.groups import Rank, UnitShare
 from fsdptool.memory.simulation.ledger import PARAMETERS, REPLICATED, TEMPORARIES, Block, Ledger
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import Loading
@@ -28,7 +28,7 @@ _ORDER = ("embedding", "shared", "experts", "block", "tail", "root")
 """Units as their parameters usually follow one another in a model."""
 
 
-def in_model_order(rank: Rank) -> list[Share]:
+def in_model_order(rank: Rank) -> list[UnitShare]:
     """Return a rank's units in the order in which a model usually lists their parameters."""
     return sorted(rank.shares, key=lambda share: _ORDER.index(share.unit.kind))
 
@@ -120,7 +120,7 @@ def _quantise(ledger: Ledger, rank: Rank, recipe: Recipe) -> None:
     that are encoded at a time (``distributed/materialize.py``, ``modeling/methods/quantised_formats.py``).
     """
     grain = rank.device.grain
-    others: list[Weights] = []
+    others: list[ShardedParameter] = []
     scales = {
         name.removesuffix(".scales"): weights
         for share in rank.shares
@@ -156,12 +156,12 @@ def _stored_format(recipe: Recipe) -> str | None:
     return lora.base if lora is not None and lora.base != "unchanged" else None
 
 
-def _parameters(rank: Rank) -> Iterator[Weights]:
+def _parameters(rank: Rank) -> Iterator[ShardedParameter]:
     for share in in_model_order(rank):
         yield from share.weights
 
 
-def _keep(ledger: Ledger, rank: Rank, weights: Weights) -> None:
+def _keep(ledger: Ledger, rank: Rank, weights: ShardedParameter) -> None:
     """Add a parameter's shard; shards that are offloaded only pass through the GPU."""
     size = weights.shard * weights.stored
     block = Block(PARAMETERS, rounded(size, rank.device.grain), (size,))

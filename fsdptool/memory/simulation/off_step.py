@@ -12,8 +12,8 @@ from math import prod
 
 from fsdptool.memory.simulation.collectives import (
     WIDTH,
-    Device,
-    Weights,
+    MemoryDevice,
+    ShardedParameter,
     full_tensor,
     pinned,
     rounded,
@@ -21,7 +21,7 @@ from fsdptool.memory.simulation.collectives import (
     shard_shape,
     stored_dtype,
 )
-from fsdptool.memory.simulation.fsdp_schedule import Schedule
+from fsdptool.memory.simulation.fsdp_schedule import FsdpSchedule
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.memory.simulation.ledger import (
     EMA,
@@ -119,7 +119,7 @@ def trained_shards(rank: Rank) -> tuple[TrainedTensor, ...]:
     return tuple(tensors[id(w)] for share in rank.shares for w in share.weights if w.trainable)
 
 
-def _shard(weights: Weights) -> TrainedTensor:
+def _shard(weights: ShardedParameter) -> TrainedTensor:
     parameter, ranks = weights.parameter, weights.ranks
     held = shard_shape(parameter.shape, ranks, weights.dimension)
     return TrainedTensor(parameter.fqn, parameter.shape, held, weights.stored, ranks)
@@ -150,10 +150,10 @@ class OffStep:
         saves: How checkpoints are written.
     """
 
-    schedule: Schedule
+    schedule: FsdpSchedule
     states: States
     recipe: Recipe
-    device: Device
+    device: MemoryDevice
     saves: StateDictType
 
     @property
@@ -226,7 +226,7 @@ def _forwards(run: OffStep, phase: RunPhase, trace: Trace | None, *, count: int)
         _spike(run, EMA, max((numel * max(stored, 4) for numel, stored in _trained(run)), default=0))
     ledger.prefix = f"{phase}: "
     inside = phase is RunPhase.EVALUATION and before.loss_in_forward
-    schedule = Schedule(before.rank, before.replicate, ledger, trace, loss_in_forward=inside)
+    schedule = FsdpSchedule(before.rank, before.replicate, ledger, trace, loss_in_forward=inside)
     # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
     inputs = trace.input_bytes
     if not run.device.host_apart and phase is RunPhase.EVALUATION:
@@ -302,7 +302,7 @@ def _spike(run: OffStep, kind: int, *sizes: int) -> None:
         run.schedule.ledger.drop(block)
 
 
-def _weights(schedule: Schedule) -> Iterable[Weights]:
+def _weights(schedule: FsdpSchedule) -> Iterable[ShardedParameter]:
     """Yield the sizes of every kind of parameter there is."""
     return (weights for unit in schedule.rank.distinct for weights in unit)
 

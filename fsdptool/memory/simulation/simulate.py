@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fsdptool.memory.simulation.collectives import WIDTH, Device, replicated_messages, rounded, rounded_sum
-from fsdptool.memory.simulation.fsdp_schedule import Schedule
+from fsdptool.memory.simulation.collectives import (
+    WIDTH,
+    MemoryDevice,
+    replicated_messages,
+    rounded,
+    rounded_sum,
+)
+from fsdptool.memory.simulation.fsdp_schedule import FsdpSchedule
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import (
     BUFFERS,
@@ -35,7 +41,7 @@ _OUTPUT = KINDS.index("output")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedSimulation:
     """What is simulated, as far as no micro-batch changes it: a search makes it once for many steps.
 
     Attributes:
@@ -54,10 +60,10 @@ def prepare(
     mesh: ParallelDims,
     recipe: Recipe,
     *,
-    device: Device,
+    device: MemoryDevice,
     teacher: UnitPlan | None = None,
     trace: Trace | None = None,
-) -> Prepared:
+) -> PreparedSimulation:
     """Work out everything that depends on units, ranks and optimizer alone.
 
     Args:
@@ -78,7 +84,7 @@ def prepare(
     teacher_rank = cut_plan(teacher) if teacher is not None else None
     idle = _without_gradient(units, trace) if trace is not None and trace.known else ()
     states = rank_states(rank, recipe, cuda=device.host_apart, without_gradient=idle)
-    return Prepared(rank, states, teacher_rank)
+    return PreparedSimulation(rank, states, teacher_rank)
 
 
 def _without_gradient(units: UnitPlan, trace: Trace) -> frozenset[str]:
@@ -110,7 +116,7 @@ class Simulated:
 
 def simulate(
     trace: Trace,
-    prepared: Prepared,
+    prepared: PreparedSimulation,
     mesh: ParallelDims,
     recipe: Recipe,
     *,
@@ -139,7 +145,7 @@ def simulate(
     ledger = ledger if ledger is not None else Ledger()
     logits = _wide_logits(trace, grain) if loop.keeps_logits else None
     ranks = prepared.rank.degree * mesh.dp_replicate
-    schedule = Schedule(
+    schedule = FsdpSchedule(
         prepared.rank,
         mesh.dp_replicate,
         ledger,
@@ -175,7 +181,7 @@ def simulate(
 
 
 def _step(
-    schedule: Schedule,
+    schedule: FsdpSchedule,
     teacher: _Teacher | None,
     recipe: Recipe,
     states: States,
@@ -217,7 +223,7 @@ def _add(ledger: Ledger, states: States, kind: int) -> None:
             ledger.add(block)
 
 
-def _reduce_replicated(schedule: Schedule) -> None:
+def _reduce_replicated(schedule: FsdpSchedule) -> None:
     """Sum the gradients of parameters that FSDP does not manage (``training/step.py``)."""
     if schedule.rank.degree * schedule.replicate == 1:
         return
@@ -230,7 +236,7 @@ def _reduce_replicated(schedule: Schedule) -> None:
 class _Teacher:
     """A teacher that runs before every forward of the student."""
 
-    schedule: Schedule
+    schedule: FsdpSchedule
     pieces: list[Piece]
     output: Block
 
@@ -246,7 +252,7 @@ def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledge
     teacher_trace = trace.teacher
     if teacher_trace is None or rank is None:
         return None
-    schedule = Schedule(rank, replicate, ledger, teacher_trace)
+    schedule = FsdpSchedule(rank, replicate, ledger, teacher_trace)
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
         ledger.add(Block(TEACHER, rounded_sum(sizes, rank.device.grain), sizes))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 SUPPORTED_TORCH = ("2.13",)
 """Minor versions of torch that were compared with measurements (``benchmarks/memory/compiled.py``)."""
@@ -220,8 +220,8 @@ def _follow_random_states() -> None:
             return operator(*args, **kwargs)
 
     for operator, rule in ((run_and_save_rng_state, save), (run_with_rng_state, repeat)):
-        if Recorder not in operator.python_key_table:
-            operator.py_impl(Recorder)(rule)
+        if SegmentRecorder not in operator.python_key_table:
+            operator.py_impl(SegmentRecorder)(rule)
 
 
 class _ExternKernels:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class MicroBatchConditions:
     """How a micro-batch is computed.
 
     Attributes:
@@ -70,7 +70,7 @@ class Conditions:
     recipe: str = ""
 
 
-def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
+def materialise(model: nn.Module, mode: Any, conditions: MicroBatchConditions) -> None:
     """Swap every parameter and buffer for a fake CPU tensor, once per identity.
 
     ``to_empty`` would lose ties; building inside the fake mode fails on data-dependent
@@ -106,7 +106,7 @@ def materialise(model: nn.Module, mode: Any, conditions: Conditions) -> None:
                 module._buffers[name] = fakes[id(buffer)]
 
 
-def _computed(fqn: str, parameter: torch.Tensor, conditions: Conditions) -> torch.dtype:
+def _computed(fqn: str, parameter: torch.Tensor, conditions: MicroBatchConditions) -> torch.dtype:
     if not parameter.is_floating_point():
         return parameter.dtype
     stored = parameter.dtype
@@ -129,7 +129,7 @@ def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor
         }
 
 
-class Values(Enum):
+class FollowedValues(Enum):
     """Which values a trace follows.
 
     Attributes:

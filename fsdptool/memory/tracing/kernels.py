@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
 
 from fsdptool.families.objectives.packed_attention import assuming_cuda
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling import half_groups_only
 from fsdptool.records.trace import Profile
 
@@ -194,7 +194,7 @@ def replaced(owner: Any, name: str, substitute: Any) -> Iterator[None]:
 
 
 @contextmanager
-def offloading(recorder: Recorder) -> Iterator[None]:
+def offloading(recorder: SegmentRecorder) -> Iterator[None]:
     """Let what checkpointing offloads to the host be host memory, and its copies no work of the device."""
     from fsdptool.modeling import activation_offload as offload
 
@@ -214,7 +214,7 @@ def offloading(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def recomputation(recorder: Recorder) -> Iterator[None]:
+def recomputation(recorder: SegmentRecorder) -> Iterator[None]:
     """Tell the recorder when checkpointing runs a unit's forward once more."""
     from fsdptool.modeling import activation_checkpointing as recompute
 

@@ -17,7 +17,7 @@ from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.compiled_blocks import BlockCompiler
 from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
-from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
@@ -103,7 +103,7 @@ def make_trace(
                 compiler.compile(model.get_submodule(path))
         return model
 
-    conditions = Conditions(
+    conditions = MicroBatchConditions(
         profile=profile,
         compute=_dtype(plan.param_dtype),
         output=_dtype(plan.output_dtype),
@@ -123,7 +123,7 @@ def make_trace(
 
         def trace_with(compiler: BlockCompiler) -> Trace:
             return trace_at_depth(
-                partial(make, compiler=compiler), micro_loss, specs, conditions, values=Values.NONE
+                partial(make, compiler=compiler), micro_loss, specs, conditions, values=FollowedValues.NONE
             )
 
         traced = trace_compiled(traced, trace_with, reason=_uncompilable(plan, run))
@@ -164,7 +164,7 @@ def _trace_off_step(
     phase: RunPhase,
     spec: ModelSpec,
     recipe: Recipe,
-    conditions: Conditions,
+    conditions: MicroBatchConditions,
     make: Make,
     anatomy: Anatomy,
 ) -> Trace | None:
@@ -267,7 +267,7 @@ def _trace_teacher(
         model.requires_grad_(False)
         return model.eval()
 
-    conditions = Conditions(
+    conditions = MicroBatchConditions(
         profile,
         _dtype(plan.param_dtype),
         _dtype(plan.output_dtype),
@@ -288,7 +288,7 @@ def _trace_or_explain(
     make: Make,
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
-    conditions: Conditions,
+    conditions: MicroBatchConditions,
     anatomy: Anatomy,
     recipe: Recipe,
     *,
@@ -309,13 +309,13 @@ def _trace_or_explain(
 def _trace(trace: Callable[..., Trace]) -> Trace:
     """Trace without values; if the model decides shapes by value, with as many values as that takes."""
     try:
-        return trace(values=Values.NONE)
+        return trace(values=FollowedValues.NONE)
     except BY_VALUE:
         pass
     try:
-        return trace(values=Values.FIXED)
+        return trace(values=FollowedValues.FIXED)
     except BY_VALUE:
-        drawn = trace(values=Values.DRAWN)
+        drawn = trace(values=FollowedValues.DRAWN)
     return replace(drawn, notes=(*drawn.notes, _DRAWN))
 
 

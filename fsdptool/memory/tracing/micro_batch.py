@@ -17,9 +17,15 @@ from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
 from fsdptool.memory.tracing.compiled_blocks import is_compiled
-from fsdptool.memory.tracing.fake_tensors import Conditions, KnownValues, Values, fake_batch, materialise
+from fsdptool.memory.tracing.fake_tensors import (
+    FollowedValues,
+    KnownValues,
+    MicroBatchConditions,
+    fake_batch,
+    materialise,
+)
 from fsdptool.memory.tracing.module_hooks import ModuleHooks
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling.methods import predict_frozen
 from fsdptool.modeling.objective import MicroLoss, add_validation_loss, run_micro_batch
 from fsdptool.modeling.tensor_group import noticing
@@ -34,10 +40,10 @@ def run_trace(
     model: nn.Module,
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
-    conditions: Conditions,
+    conditions: MicroBatchConditions,
     *,
     fine: bool = True,
-    values: Values = Values.NONE,
+    values: FollowedValues = FollowedValues.NONE,
 ) -> Trace:
     """Trace one micro-batch of a model that was built on meta; the model is consumed.
 
@@ -59,7 +65,7 @@ def run_trace(
     context = Context(conditions.sharing, 0, ring=conditions.ring) if split else None
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
-    recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()], conditions.profile)
+    recorder = SegmentRecorder([*model.parameters(), *model.buffers(), *batch.values()], conditions.profile)
     hooks = ModuleHooks(recorder, conditions)
     compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     hooks.attach(model, fine=fine, opaque=compiled)
@@ -79,8 +85,8 @@ def run_trace(
             stack.enter_context(using(context))
             stack.enter_context(noticing(recorder.exchanged))
             stack.enter_context(mode)
-            if values is not Values.NONE:
-                stack.enter_context(KnownValues(batch, specs, draw=values is Values.DRAWN))
+            if values is not FollowedValues.NONE:
+                stack.enter_context(KnownValues(batch, specs, draw=values is FollowedValues.DRAWN))
             stack.enter_context(recorder)
             objective = micro_loss.objective
             if conditions.teacher:
@@ -112,7 +118,7 @@ class _Observer:
         hooks: Told when backward begins.
     """
 
-    def __init__(self, recorder: Recorder, hooks: ModuleHooks) -> None:
+    def __init__(self, recorder: SegmentRecorder, hooks: ModuleHooks) -> None:
         self._recorder = recorder
         self._hooks = hooks
 
@@ -152,7 +158,7 @@ def _like(value: Any) -> Any:
 
 
 def _predict_teacher(
-    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder
+    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: SegmentRecorder
 ) -> None:
     recorder.phase("teacher")
     prediction = predict_frozen(model, objective, batch)
@@ -161,7 +167,11 @@ def _predict_teacher(
 
 
 def _validate(
-    model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder, observer: _Observer
+    model: nn.Module,
+    objective: Objective,
+    batch: dict[str, Any],
+    recorder: SegmentRecorder,
+    observer: _Observer,
 ) -> None:
     """Run a micro-batch of validation; everything dies at the end but the sums."""
     recorder.phase("temporary")
@@ -172,7 +182,7 @@ def _validate(
     recorder.mark("end", "")
 
 
-def _sample(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: Recorder) -> None:
+def _sample(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: SegmentRecorder) -> None:
     """Run one forward of sampling; everything dies at the end."""
     recorder.phase("temporary")
     with torch.no_grad():
@@ -184,7 +194,7 @@ def _step(
     model: nn.Module,
     micro_loss: MicroLoss,
     batch: dict[str, Any],
-    recorder: Recorder,
+    recorder: SegmentRecorder,
     observer: _Observer,
 ) -> None:
     recorder.phase("loss")
@@ -198,7 +208,7 @@ def _step(
     del outcome
 
 
-def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
+def _watch_gradients(model: nn.Module, recorder: SegmentRecorder) -> None:
     def watch(fqn: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:

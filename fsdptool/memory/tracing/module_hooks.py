@@ -16,8 +16,8 @@ from torch.distributed.fsdp import _common_utils
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdptool.memory.tracing.fake_tensors import Conditions
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.fake_tensors import MicroBatchConditions
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 _LARGE_LINEAR = 100_000_000
 _LEAF_SHARE = 0.05
@@ -53,7 +53,9 @@ class ModuleHooks:
         prefix: Put before every path.
     """
 
-    def __init__(self, recorder: Recorder, conditions: Conditions, *, prefix: str = "") -> None:
+    def __init__(
+        self, recorder: SegmentRecorder, conditions: MicroBatchConditions, *, prefix: str = ""
+    ) -> None:
         self._recorder = recorder
         self._conditions = conditions
         self._prefix = prefix

@@ -26,7 +26,7 @@ _DEVICE = torch.ops.prim.device.default
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records segments while it is entered; enter it above the ``FakeTensorMode``."""
 
     def __init__(self, known: Iterable[torch.Tensor], profile: Profile = "cuda") -> None:

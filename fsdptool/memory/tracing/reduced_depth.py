@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdptool.memory.tracing.compiled_blocks import UncompiledBlockError
 from fsdptool.memory.tracing.early_cut import Described, Make, described, make_cut
-from fsdptool.memory.tracing.fake_tensors import BY_VALUE, Conditions, Values
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import (
     Shortened,
@@ -39,7 +39,7 @@ INNER: Final = "inner"
 
 Extrapolation = bool | GrowthRule | Literal["inner"]
 
-_extrapolates: dict[tuple[Conditions, Values], Extrapolation] = {}
+_extrapolates: dict[tuple[MicroBatchConditions, FollowedValues], Extrapolation] = {}
 """Whether a shallower trace predicted a deeper one by repeating its blocks, or the rule by which it did."""
 
 
@@ -57,8 +57,8 @@ class _Attempts:
         make: Make,
         micro_loss: MicroLoss,
         specs: Sequence[TensorSpec],
-        conditions: Conditions,
-        values: Values,
+        conditions: MicroBatchConditions,
+        values: FollowedValues,
         whole: Mapping[str, Described] | None,
     ) -> None:
         self._make = make
@@ -100,9 +100,9 @@ def trace_at_depth(
     make: Make,
     micro_loss: MicroLoss,
     specs: Sequence[TensorSpec],
-    conditions: Conditions,
+    conditions: MicroBatchConditions,
     *,
-    values: Values,
+    values: FollowedValues,
     whole: Mapping[str, Described] | None = None,
 ) -> Trace:
     """Trace at reduced depths where these predict a greater one exactly, else at full depth.

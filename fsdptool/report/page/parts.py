@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
-from fsdptool.report.page.style import STYLE
 from fsdptool.report.summaries import verdict_lines
 
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading
 
+
+_FOLDER = Path(__file__).parent
+CHARTS = (_FOLDER / "charts.css").read_text(encoding="utf-8")
+"""What charts need, on a page and in a picture of their own."""
+
+STYLE = CHARTS + (_FOLDER / "page.css").read_text(encoding="utf-8")
+"""The style sheet of pages."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Nothing may be fetched and nothing may run, whatever a model's name contains."""

@@ -16,8 +16,7 @@ from fsdptool.records.diagnostic import Answer, digest
 from fsdptool.records.plan import Candidate, Plan, SearchPoint
 from fsdptool.report import plan_words as words
 from fsdptool.report.page import charts
-from fsdptool.report.page.parts import breaking, finding_lines, foot, html_table, notes, page, section
-from fsdptool.report.page.style import CHARTS, DARK, LIGHT
+from fsdptool.report.page.parts import CHARTS, breaking, finding_lines, foot, html_table, notes, page, section
 from fsdptool.report.plan_words import duration
 from fsdptool.report.summaries import figure_cells, headline
 
@@ -338,11 +337,10 @@ def plan_picture(plan: Plan) -> str:
         shapes.append(f'<rect class="g-{group}" x="{x:.0f}" y="{y}" width="11" height="11"/>')
         shapes.append(f'<text x="{x + 17:.0f}" y="{y + 10}" font-size="11">{escape(group.legend)}</text>')
         x += 36 + len(group.legend) * 5.9
-    style = f"svg{{{LIGHT}}}@media (prefers-color-scheme:dark){{svg{{{DARK}}}}}{CHARTS}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {charts.BROAD} {y + 28}" role="img"'
         f' aria-labelledby="plan-title"><title id="plan-title">{escape(headline)}</title>'
-        f"<style>{style}</style>{''.join(shapes)}</svg>\n"
+        f"<style>{CHARTS}</style>{''.join(shapes)}</svg>\n"
     )
 
 

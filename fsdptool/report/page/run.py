@@ -21,13 +21,6 @@ _HEIGHT, _TOP, _BOTTOM = 260, 14, 214
 
 _STATES = {"completed": "fits", "running": "fits", "failed": "does_not_fit", "dead": "does_not_fit"}
 
-RUN_STYLE = """.loss{fill:none;stroke:var(--accent);stroke-width:1.8}
-.held{fill:var(--gathered);stroke:var(--bg)}
-.planned{fill:var(--outside);background:var(--outside)}
-.measured{fill:var(--accent);background:var(--accent)}
-.run-note{overflow-wrap:anywhere}"""
-"""What the page of a run needs besides the style sheet of all pages."""
-
 
 def run_page(answer: Answer[RunView], history: History) -> str:
     """Return the page of a run, as HTML text.
@@ -38,7 +31,7 @@ def run_page(answer: Answer[RunView], history: History) -> str:
     """
     view = answer.body
     parts = run_parts(view, history).values()
-    sections = (f"<style>{RUN_STYLE}</style>", *parts, foot(answer.envelope.inputs_digest))
+    sections = (*parts, foot(answer.envelope.inputs_digest))
     title = f"{view.model or view.folder}: {view.state}"
     return page(printable(title), "\n".join(section for section in sections if section))
 

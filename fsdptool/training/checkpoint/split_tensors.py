@@ -31,7 +31,7 @@ from fsdptool.records.tensor_plan import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TensorChunk:
     """A part of a whole tensor: where it begins, and its values, live."""
 
     offsets: tuple[int, ...]
@@ -52,7 +52,7 @@ class SplitTensor(torch.Tensor):
     value: torch.Tensor
     placement: Placement
     group: TensorGroup
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
     @staticmethod
     def __new__(cls, value: torch.Tensor, placement: Placement, group: TensorGroup) -> SplitTensor:
@@ -70,7 +70,7 @@ class SplitTensor(torch.Tensor):
     ) -> Any:
         raise NotImplementedError(f"{func} on a tensor that is divided over ranks")
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self) -> list[TensorChunk]:
         part, (cut, first, last) = local(self.value), held_range(self.value)
         dim = self.placement.dim
         assert dim is not None
@@ -81,16 +81,16 @@ class SplitTensor(torch.Tensor):
                 # Fused experts: whole ones of a group, and a part of each.
                 assert dim == 0
                 offsets[0], offsets[cut] = whole, first
-                chunks.append(Chunk(tuple(offsets), part.narrow(0, inside, length)))
+                chunks.append(TensorChunk(tuple(offsets), part.narrow(0, inside, length)))
             elif dim == 0:
                 begin, end = max(first, inside), min(last, inside + length)
                 if begin >= end:
                     continue
                 offsets[0] = begin - inside + whole
-                chunks.append(Chunk(tuple(offsets), part[begin - first : end - first]))
+                chunks.append(TensorChunk(tuple(offsets), part[begin - first : end - first]))
             elif last > first:
                 offsets[0], offsets[dim] = first, whole
-                chunks.append(Chunk(tuple(offsets), part.narrow(dim, inside, length)))
+                chunks.append(TensorChunk(tuple(offsets), part.narrow(dim, inside, length)))
         return chunks
 
     def whole(self) -> torch.Tensor:
@@ -125,7 +125,7 @@ class SplitTensor(torch.Tensor):
         return next(chunk.values for chunk in self.chunks if chunk.offsets == wanted)
 
 
-def _chunk_metadata(chunk: Chunk) -> ChunkStorageMetadata:
+def _chunk_metadata(chunk: TensorChunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=chunk.values.shape)
 
 

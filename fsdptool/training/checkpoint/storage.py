@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from fsdptool.distributed.session import LongWait
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
-from fsdptool.files.safetensors_writer import Entry, Written, write_stream
+from fsdptool.files.safetensors_writer import TensorEntry, Written, write_stream
 from fsdptool.runs.manifest import (
     FULL_NAME,
     SHARDING_KEY,
@@ -128,11 +128,11 @@ def _metadata(stored: Mapping[str, WriteItem]) -> dict[str, str]:
     return {SHARDING_KEY: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _entry(name: str, item: WriteItem, planner: SavePlanner, pace: LongWait) -> Entry:
+def _entry(name: str, item: WriteItem, planner: SavePlanner, pace: LongWait) -> TensorEntry:
     data = item.tensor_data
     assert data is not None
     dtype = data.properties.dtype
-    return Entry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item, pace))
+    return TensorEntry(name, dtype, tuple(data.chunk.sizes), partial(_resolve, planner, item, pace))
 
 
 def _resolve(planner: SavePlanner, item: WriteItem, pace: LongWait) -> torch.Tensor:
@@ -297,7 +297,7 @@ def save_full(
             entries = [_full_entry(name, staged.tensors[name], gathering) for name in gathering.names]
             files[FULL_NAME] = write_stream(folder / FULL_NAME, entries, {"format": "pt"})
         own = [
-            Entry(own_name(rank, name), value.dtype, tuple(value.shape), partial(_same, value))
+            TensorEntry(own_name(rank, name), value.dtype, tuple(value.shape), partial(_same, value))
             for name, value in staged.own.items()
         ]
         files[shard_name(rank)] = write_stream(folder / shard_name(rank), own, {"format": "pt"})
@@ -338,8 +338,8 @@ class _Gathering:
             del value
 
 
-def _full_entry(name: str, value: torch.Tensor, gathering: _Gathering) -> Entry:
-    return Entry(name, value.dtype, tuple(value.shape), partial(gathering.take, name))
+def _full_entry(name: str, value: torch.Tensor, gathering: _Gathering) -> TensorEntry:
+    return TensorEntry(name, value.dtype, tuple(value.shape), partial(gathering.take, name))
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, Recipe
 from fsdptool.training.data.encoded import encoded_data
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
-from fsdptool.training.data.loader import Loader, Opened, Share, Stack
+from fsdptool.training.data.loader import Loader, Opened, RankShare, Stack
 from fsdptool.training.data.order import PlainOrder, mix
 from fsdptool.training.data.workers import START_METHODS
 
@@ -187,7 +187,7 @@ def data_cache() -> Path:
     return Path(named).expanduser() if named else cache_folder() / "data"
 
 
-def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
+def share_of(recipe: Recipe, *, rank: int, world: int) -> RankShare:
     """Return how this recipe's global batches are split.
 
     Raises:
@@ -195,7 +195,7 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
     """
     batch = recipe.batch
     if batch.global_batch is None:
-        return Share(rank, world, batch.micro_batch, batch.accumulation)
+        return RankShare(rank, world, batch.micro_batch, batch.accumulation)
     each = world * batch.micro_batch
     if batch.global_batch < 1 or batch.global_batch % each:
         raise ConfigError(
@@ -204,7 +204,7 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> Share:
             help=f"the nearest multiples are {max(batch.global_batch // each, 1) * each} "
             f"and {(batch.global_batch // each + 1) * each}",
         )
-    return Share(rank, world, batch.micro_batch, batch.global_batch // each)
+    return RankShare(rank, world, batch.micro_batch, batch.global_batch // each)
 
 
 def _start_method(data: Data) -> str:

@@ -23,7 +23,7 @@ from fsdptool.records.recipe import Data, Recipe
 from fsdptool.runs.work import LongWork
 from fsdptool.training.data.loader import Collate, Samples, Stack, TrimmedStack
 from fsdptool.training.data.ragged import Ragged, RaggedWriter, made_once
-from fsdptool.training.data.sources import Row, Source, open_source
+from fsdptool.training.data.sources import Row, SampleSource, open_source
 from fsdptool.training.data.text import TEXT_SAMPLES
 from fsdptool.training.data.text.common import Material, framed
 from fsdptool.training.data.tokenizer import Encoder, load_tokenizer
@@ -52,7 +52,7 @@ def tokenised(kind: str, data: Data, encoder: Encoder, *, cache: Path) -> Ragged
     return Ragged(folder)
 
 
-def _key(kind: str, data: Data, encoder: Encoder, source: Source) -> str:
+def _key(kind: str, data: Data, encoder: Encoder, source: SampleSource) -> str:
     options = {name: data.options[name] for name in TEXT_SAMPLES[kind].options if name in data.options}
     parts = [
         _VERSION,
@@ -66,7 +66,7 @@ def _key(kind: str, data: Data, encoder: Encoder, source: Source) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path) -> None:
+def _make(kind: str, data: Data, encoder: Encoder, source: SampleSource, folder: Path) -> None:
     text = TEXT_SAMPLES[kind]
     facts: dict[str, Any] = {"kind": kind, "tokenizer": encoder.name, "source": source.place}
     source = _with_progress(source)
@@ -90,7 +90,7 @@ def _make(kind: str, data: Data, encoder: Encoder, source: Source, folder: Path)
         writer.close(facts)
 
 
-def _with_progress(source: Source) -> Source:
+def _with_progress(source: SampleSource) -> SampleSource:
     """Return the same rows; reading them tells how far the work is."""
     what = f"tokenising {source.place}"
 

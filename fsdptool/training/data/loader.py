@@ -240,7 +240,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """How a global batch is split.
 
     Attributes:
@@ -269,7 +269,9 @@ class _Turns:
     """Makes the micro-batches of this rank, numbered from a position on. Picklable and small:
     samples lie in memory-mapped files."""
 
-    def __init__(self, samples: Samples, collate: Collate, order: Order, share: Share, start: int) -> None:
+    def __init__(
+        self, samples: Samples, collate: Collate, order: Order, share: RankShare, start: int
+    ) -> None:
         self._samples = samples
         self._collate = collate
         self._order = order
@@ -321,7 +323,7 @@ class Loader:
         samples: Samples,
         collate: Collate,
         order: Order,
-        share: Share,
+        share: RankShare,
         *,
         workers: int = 0,
         start_method: str = "forkserver",

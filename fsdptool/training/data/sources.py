@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SampleSource:
     """Rows that can be read again and again.
 
     Attributes:
@@ -51,7 +51,7 @@ class Source:
         return next((place for place, row in self.located() if is_bad(row)), self.place)
 
 
-def open_source(data: Data) -> Source:
+def open_source(data: Data) -> SampleSource:
     """Return the rows a recipe's data section names.
 
     Raises:
@@ -143,10 +143,10 @@ def _unreadable(file: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{file} cannot be read: {reason}", help="repair the file or take it out of data.path")
 
 
-def _text(data: Data) -> Source:
+def _text(data: Data) -> SampleSource:
     path = path_of(data)
     if path == "pydoc":
-        return Source("pydoc:" + _python_version(), _pydoc, "pydoc")
+        return SampleSource("pydoc:" + _python_version(), _pydoc, "pydoc")
     files = files_under(path, TEXT_SUFFIXES)
     unit = str(data.options.get("document", "file"))
     if unit not in ("file", "paragraph", "line"):
@@ -161,7 +161,7 @@ def _text(data: Data) -> Source:
                 raise _unreadable(file, error) from error
 
     size = sum(file.stat().st_size for file in files)
-    return Source(places_of(files) + unit, located, path, size=size)
+    return SampleSource(places_of(files) + unit, located, path, size=size)
 
 
 def _python_version() -> str:
@@ -211,7 +211,7 @@ def _in_blocks(parts: Iterable[str], column: str) -> Iterator[Row]:
 
 def _table(
     data: Data, suffixes: tuple[str, ...], read: Callable[[Path], Iterator[tuple[str, Row]]]
-) -> Source:
+) -> SampleSource:
     path = path_of(data)
     files = files_under(path, suffixes)
 
@@ -223,7 +223,7 @@ def _table(
                 raise _unreadable(file, error) from error
 
     count = _parquet_count if suffixes == (".parquet",) else _line_count
-    return Source(places_of(files), located, path, lambda: count(files))
+    return SampleSource(places_of(files), located, path, lambda: count(files))
 
 
 def _line_count(files: list[Path]) -> int | None:
@@ -310,7 +310,7 @@ def _repeated_columns(metadata: Any) -> list[str]:
     )
 
 
-def _dataset(data: Data) -> Source:
+def _dataset(data: Data) -> SampleSource:
     """A folder saved by ``save_to_disk``, a folder or script-free id that ``load_dataset`` knows."""
     import datasets
 
@@ -333,4 +333,4 @@ def _dataset(data: Data) -> Source:
         for number, row in enumerate(table, 1):
             yield f"{path}, row {number}", row
 
-    return Source(str(table._fingerprint), located, path, lambda: getattr(table, "num_rows", None))
+    return SampleSource(str(table._fingerprint), located, path, lambda: getattr(table, "num_rows", None))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.files.safetensors_writer import Entry, write_stream
+from fsdptool.files.safetensors_writer import TensorEntry, write_stream
 from fsdptool.modeling.methods.lora import (
     ADAPTER,
     adapter_config,
@@ -36,7 +36,9 @@ SHARD_BYTES = 5 * 10**9
 """transformers' and diffusers' own default is near this (5 GB and 10 GB in 5.23 and 0.42)."""
 
 
-def write_shards(folder: Path, stem: str, entries: Sequence[Entry], *, limit: int = SHARD_BYTES) -> list[str]:
+def write_shards(
+    folder: Path, stem: str, entries: Sequence[TensorEntry], *, limit: int = SHARD_BYTES
+) -> list[str]:
     """Write ``entries`` as ``stem.safetensors``, or as numbered files and ``stem.safetensors.index.json``.
 
     Args:
@@ -71,7 +73,7 @@ def write_shards(folder: Path, stem: str, entries: Sequence[Entry], *, limit: in
     return names
 
 
-def _told(entry: Entry, work: LongWork, number: int) -> Callable[[], torch.Tensor | None]:
+def _told(entry: TensorEntry, work: LongWork, number: int) -> Callable[[], torch.Tensor | None]:
     def value() -> torch.Tensor | None:
         work.advance(number)
         return entry.value()
@@ -79,8 +81,8 @@ def _told(entry: Entry, work: LongWork, number: int) -> Callable[[], torch.Tenso
     return value
 
 
-def _split(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    groups: list[list[Entry]] = [[]]
+def _split(entries: Sequence[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
         if groups[-1] and size + entry.bytes > limit:
@@ -145,7 +147,7 @@ def _write(
 ) -> None:
     there = dict(model.named_parameters(remove_duplicate=False))
     entries = [
-        Entry(prefix + key, there[name].dtype, tuple(there[name].shape), partial(fetch, name))
+        TensorEntry(prefix + key, there[name].dtype, tuple(there[name].shape), partial(fetch, name))
         for key, name in keys.items()
     ]
     write_stream(path, entries, metadata)

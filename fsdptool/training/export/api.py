@@ -23,7 +23,7 @@ import torch
 from fsdptool.distributed.initialisation import Blueprint, model_blueprint, replay
 from fsdptool.distributed.weights import open_weights
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError
-from fsdptool.files.safetensors_writer import Entry, open_safetensors
+from fsdptool.files.safetensors_writer import TensorEntry, open_safetensors
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.lora import base_name
 from fsdptool.modeling.methods.quantised_formats import Format, decode, encode
@@ -51,7 +51,7 @@ Fetch = Callable[[str], "torch.Tensor"]
 
 def original_entries(
     model: nn.Module, like: Mapping[str, torch.Tensor], fetch: Fetch, dtype: torch.dtype | None
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """Return the entries of a transformers checkpoint.
 
     Args:
@@ -77,12 +77,14 @@ def original_entries(
         batch = _Batch(group, revert, fetch, dtype)
         for name, tensor in part.items():
             entries.append(
-                Entry(name, cast(tensor.dtype, dtype), tuple(tensor.shape), partial(batch.get, name))
+                TensorEntry(name, cast(tensor.dtype, dtype), tuple(tensor.shape), partial(batch.get, name))
             )
     return entries
 
 
-def plain_entries(like: Mapping[str, torch.Tensor], fetch: Fetch, dtype: torch.dtype | None) -> list[Entry]:
+def plain_entries(
+    like: Mapping[str, torch.Tensor], fetch: Fetch, dtype: torch.dtype | None
+) -> list[TensorEntry]:
     """Return entries under the model's own names."""
 
     def value(name: str) -> torch.Tensor:
@@ -90,7 +92,7 @@ def plain_entries(like: Mapping[str, torch.Tensor], fetch: Fetch, dtype: torch.d
         return tensor.to(cast(tensor.dtype, dtype))
 
     return [
-        Entry(name, cast(tensor.dtype, dtype), tuple(tensor.shape), partial(value, name))
+        TensorEntry(name, cast(tensor.dtype, dtype), tuple(tensor.shape), partial(value, name))
         for name, tensor in like.items()
     ]
 
@@ -228,7 +230,7 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
         ) from error
 
 
-class Values:
+class ExportedTensors:
     """Every tensor of the trained model by its name in ``model``.
 
     Trained parameters come from the checkpoint; frozen ones, which checkpoints leave out, from the
@@ -494,7 +496,7 @@ class _Export:
         method.prepare(self.trained, recipe, self.family, inputs.spec.config)
         check_suits(saved, self.trained)
         quantised = method.quantised_weights(self.trained, inputs.recipe)
-        self.values = Values(inputs, self.trained, self.base, saved, average=average, held=quantised)
+        self.values = ExportedTensors(inputs, self.trained, self.base, saved, average=average, held=quantised)
         self.dtype = dtype
         self.shard_bytes = shard_bytes
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Optimizer
 
 
-class Muon(ShardedOptimizer):
+class MuonOptimizer(ShardedOptimizer):
     """Muon over hidden matrices and fused experts, AdamW over every other parameter."""
 
     def _make(self, options: Optimizer, groups: Groups, pairs: Pairs, rate: float) -> torch.optim.Optimizer:

@@ -29,9 +29,9 @@ from fsdptool.report import plan_words as words
 from fsdptool.report.page.plan import Links, changes_section
 from fsdptool.spelling import PRECISIONS
 from fsdptool.web import references
-from fsdptool.web.changes import Change, content_of, target_of
+from fsdptool.web.changes import FileChange, content_of, target_of
 from fsdptool.web.forms import Field, FieldKind, parse
-from fsdptool.web.jobs import Job, JobState
+from fsdptool.web.jobs import JobState, WebJob
 from fsdptool.web.page import Page, Services, group_of, render, services
 from fsdptool.web.pages.config_file import attachment
 from fsdptool.web.pages.configs import FILE
@@ -54,7 +54,7 @@ PLANNED = ("gpu", "gpus", "clusters", "profile", "recipe", "config")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EmissionSource:
     """What settings come from.
 
     Attributes:
@@ -81,7 +81,7 @@ class Source:
         return self.arguments is not None or self.question is not None
 
 
-def read_source_of(shared: Services, query: Mapping[str, str]) -> Source:
+def read_source_of(shared: Services, query: Mapping[str, str]) -> EmissionSource:
     """Return what the parameters of an address name.
 
     Raises:
@@ -95,7 +95,7 @@ def read_source_of(shared: Services, query: Mapping[str, str]) -> Source:
     return _preset(shared, query, fields)
 
 
-def submit(request: Request, source: Source) -> Job:
+def submit(request: Request, source: EmissionSource) -> WebJob:
     """Return the job that prepares the settings, or that of the plan that must be made first.
 
     Raises:
@@ -119,7 +119,7 @@ def submit(request: Request, source: Source) -> Job:
     return job
 
 
-def _plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> Source:
+def _plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> EmissionSource:
     question = read_question(shared, query)
     if not question.complete:
         wrong = next((field for field in question.fields if field.error), None)
@@ -133,7 +133,7 @@ def _plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...])
     if "gpu" in question.options:
         nodes = question.options.get("nodes", 1)
         title += f" on {nodes * question.options.get('gpus', 1)} x {question.options['gpu']}"
-    return Source(
+    return EmissionSource(
         values,
         title,
         fields,
@@ -146,7 +146,7 @@ def _plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...])
     )
 
 
-def _saved_plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> Source:
+def _saved_plan(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> EmissionSource:
     path = shared.roots.resolve(query["plan_file"].strip())
     candidate = query.get("candidate", "").strip()
     name = shared.roots.name_of(path)
@@ -157,15 +157,17 @@ def _saved_plan(shared: Services, query: Mapping[str, str], fields: tuple[Field,
         "stamps": references.stamp(str(path)),
     }
     command = ("fsdptool", "emit-config", "--plan", command_path(path), *chosen)
-    return Source({"plan_file": name, "candidate": candidate}, name, fields, arguments, commands=(command,))
+    return EmissionSource(
+        {"plan_file": name, "candidate": candidate}, name, fields, arguments, commands=(command,)
+    )
 
 
-def _preset(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> Source:
+def _preset(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> EmissionSource:
     values, fields = parse(fields)
     texts = {field.name: field.value for field in fields if field.value}
     wrong = any(field.error for field in fields)
     if wrong or not ("preset" in values or "reference" in values):
-        return Source(texts, "", fields)
+        return EmissionSource(texts, "", fields)
     names = ("preset", "processes", "nodes", "precision")
     options: dict[str, Any] = {name: values.get(name) for name in names}
     stamps: object = None
@@ -181,7 +183,9 @@ def _preset(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...
         words += [f"--{name}", str(values[name])] if name in values else []
     title = f"the preset {options['preset']}"
     title += f" for {values['reference']}" if "reference" in values else ""
-    return Source(texts, title, fields, {"options": options, "stamps": stamps}, commands=(tuple(words),))
+    return EmissionSource(
+        texts, title, fields, {"options": options, "stamps": stamps}, commands=(tuple(words),)
+    )
 
 
 def _asked_fields(query: Mapping[str, str]) -> tuple[Field, ...]:
@@ -207,7 +211,7 @@ _OWN = ("target", "dialect", "mode")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ApplyOutcome:
     """What would be written.
 
     Attributes:
@@ -227,7 +231,7 @@ class Outcome:
     reading: Reading
     view: SourceView
     changed_lines: tuple[DiffLine, ...]
-    change: Change | None
+    change: FileChange | None
     notes: tuple[str, ...]
     commands: tuple[tuple[str, ...], ...]
     config_page: str
@@ -262,9 +266,9 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
     shared = services(request)
     own = {name: query.get(name, "").strip() for name in _OWN}
     status = 409 if error is not None else 200
-    outcome: Outcome | None = None
-    source: Source | None = None
-    job: Job | None = None
+    outcome: ApplyOutcome | None = None
+    source: EmissionSource | None = None
+    job: WebJob | None = None
     unfit: Unfit | None = None
     ready = False
     try:
@@ -312,12 +316,12 @@ def _page(request: Request, query: Mapping[str, str], error: FsdptoolError | Non
     )
 
 
-def _is_ready(job: Job) -> bool:
+def _is_ready(job: WebJob) -> bool:
     """Return whether the settings are known; before them comes the plan."""
     return job.task == "emit" and job.state is JobState.DONE
 
 
-def _unfit(source: Source, document: Mapping[str, Any] | None) -> Unfit | None:
+def _unfit(source: EmissionSource, document: Mapping[str, Any] | None) -> Unfit | None:
     """Return what to say about a plan without a chosen configuration; None for any other."""
     if document is None:
         return None
@@ -336,7 +340,9 @@ def _unfit(source: Source, document: Mapping[str, Any] | None) -> Unfit | None:
     )
 
 
-def _outcome(shared: Services, source: Source, result: Mapping[str, Any], own: Mapping[str, str]) -> Outcome:
+def _outcome(
+    shared: Services, source: EmissionSource, result: Mapping[str, Any], own: Mapping[str, str]
+) -> ApplyOutcome:
     """Return what an emission would write.
 
     Raises:
@@ -365,13 +371,13 @@ def _outcome(shared: Services, source: Source, result: Mapping[str, Any], own: M
         text = merge_into(old, settings).after
         encoded = old.encode(text)
     reading = read_settings(SourceText(text, name), dialect=dialect if dialect != "accelerate" else None)
-    return Outcome(
+    return ApplyOutcome(
         text=text,
         name=name,
         reading=reading,
         view=source_view(reading),
         changed_lines=diff_lines(old, text, name) if path is not None else (),
-        change=Change(path, before, encoded) if path is not None else None,
+        change=FileChange(path, before, encoded) if path is not None else None,
         notes=tuple(notes),
         commands=_commands(source, dialect, path, before is not None, own["mode"] == REPLACE),
         config_page=address_of(FILE, file=name) if before is not None else "",
@@ -390,7 +396,7 @@ def _default_name(dialect: str) -> str:
 
 
 def _commands(
-    source: Source, dialect: str, path: Path | None, exists: bool, replaces: bool
+    source: EmissionSource, dialect: str, path: Path | None, exists: bool, replaces: bool
 ) -> tuple[tuple[str, ...], ...]:
     """Return the commands that write the same file."""
     first, emit = source.commands[:-1], source.commands[-1]

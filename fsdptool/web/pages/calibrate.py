@@ -21,7 +21,7 @@ from fsdptool.planning.clusters import parse_size
 from fsdptool.planning.hardware import all_entries, read_table, write_table
 from fsdptool.records.cluster import Machine
 from fsdptool.records.codec import to_json
-from fsdptool.web.changes import Change, content_of, target_of
+from fsdptool.web.changes import FileChange, content_of, target_of
 from fsdptool.web.forms import Field, FieldKind
 from fsdptool.web.page import render, services
 from fsdptool.web.pages.cache import page as cache
@@ -77,7 +77,7 @@ class _Calibration:
             self.command += [f"--{name}", values[name]] if values[name] else []
         self.command += ["--machine", command_path(table)] if table is not None else []
         self.command += map(command_path, runs)
-        self.change: Change | None = None
+        self.change: FileChange | None = None
         self.changed_lines: tuple[DiffLine, ...] = ()
         if values["output"]:
             path = target_of(roots, values["output"])
@@ -85,7 +85,7 @@ class _Calibration:
 
     def _compare(self, path: Path, name: str) -> None:
         before = content_of(path)
-        self.change = Change(path, before, self.text.encode())
+        self.change = FileChange(path, before, self.text.encode())
         text = SourceText((before or b"").decode("utf-8", errors="replace"), name)
         self.changed_lines = diff_lines(text, self.text, name)
         self.command += ["-o", command_path(path), *(() if before is None else ("--force",))]

@@ -17,7 +17,7 @@ from fsdptool.config.migrate import Migrated, migrate_file, repair, repair_selec
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.web.changes import Change, target_of
+from fsdptool.web.changes import FileChange, target_of
 from fsdptool.web.forms import Field, FieldKind
 from fsdptool.web.judging import JudgedFile, RootedLinter, judge_file
 from fsdptool.web.page import render, services
@@ -53,7 +53,7 @@ class Proposal:
     """
 
     title: str
-    change: Change | None
+    change: FileChange | None
     after: str
     notes: tuple[str, ...] = ()
     refusal: str = ""
@@ -177,7 +177,9 @@ def _proposed(
         return Proposal(
             title, None, "", refusal="nothing can be changed: the form of the file does not allow it"
         )
-    return Proposal(title, Change(item.path, item.data, after.encode()), after.text, notes, command=command)
+    return Proposal(
+        title, FileChange(item.path, item.data, after.encode()), after.text, notes, command=command
+    )
 
 
 def _migration(
@@ -191,7 +193,7 @@ def _migration(
         return Proposal(title, None, "", refusal=result.refusal or "", help=result.help or "")
     if not result.changed:
         return Proposal(title, None, "", result.notes, refusal="the file is already up to date")
-    change = Change(item.path, item.data, result.encoded)
+    change = FileChange(item.path, item.data, result.encoded)
     return Proposal(title, change, result.after, result.notes, command=command)
 
 

@@ -11,7 +11,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from fsdptool.formatting import printable
-from fsdptool.web.jobs import Job
+from fsdptool.web.jobs import WebJob
 from fsdptool.web.page import return_address, services
 
 
@@ -48,7 +48,7 @@ async def forget(request: Request) -> Response:
     return await _back(request)
 
 
-def _job(request: Request) -> Job:
+def _job(request: Request) -> WebJob:
     job = services(request).jobs.get(request.path_params["job"])
     if job is None:
         raise HTTPException(404, "this job has ended, and its answer was dropped")

@@ -21,7 +21,7 @@ from fsdptool.report import plan_words as words
 from fsdptool.report.page.plan import Links, candidates_section, findings_section, plan_parts
 from fsdptool.web import plans
 from fsdptool.web.forms import with_error
-from fsdptool.web.jobs import Job, JobState
+from fsdptool.web.jobs import JobState, WebJob
 from fsdptool.web.page import Page, group_of, render, services
 from fsdptool.web.plans import Question
 
@@ -45,7 +45,7 @@ class _Front:
 
     query: str
     question: Question
-    job: Job | None
+    job: WebJob | None
 
 
 def show(request: Request) -> Response:

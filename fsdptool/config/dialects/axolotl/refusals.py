@@ -23,7 +23,7 @@ _RATES = ("loraplus_lr_ratio", "lr_groups", "embedding_lr", "embedding_lr_scale"
 _BUILT_IN = ("lora", "qlora", "llama-adapter")
 
 
-class Values:
+class WrittenValues:
     """The values of a file, as the validators ask for them.
 
     Attributes:
@@ -89,7 +89,7 @@ class Refusal:
 
     validator: str
     keys: tuple[str, ...]
-    when: Callable[[Values], object]
+    when: Callable[[WrittenValues], object]
     words: str
     help: str
 
@@ -349,7 +349,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def report_refusals(lint: LintContext) -> None:
     """Report what axolotl refuses, whether or not the file configures FSDP."""
-    values = Values(lint)
+    values = WrittenValues(lint)
     said: set[str] = set()
     for row in REFUSALS:
         entry = next((found for key in row.keys if (found := lint.root.get(key)) and values.get(key)), None)

@@ -20,7 +20,7 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.ragged import Ragged
-from fsdptool.training.data.sources import Row, Source
+from fsdptool.training.data.sources import Row, SampleSource
 from fsdptool.training.data.tokenizer import Encoder
 
 Span = tuple[int, int]
@@ -213,7 +213,7 @@ class TextSamples(ABC):
 
     @abstractmethod
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the columns of one row after another.
 
@@ -263,7 +263,7 @@ def padded(row: NDArray[Any], length: int, pad: int) -> tuple[NDArray[np.int64],
     return found, (np.arange(length) < len(row)).astype(np.int64)
 
 
-def column(row: Row, name: str, source: Source, setting: str) -> Any:
+def column(row: Row, name: str, source: SampleSource, setting: str) -> Any:
     """Return a row's column.
 
     Raises:
@@ -285,7 +285,7 @@ def column(row: Row, name: str, source: Source, setting: str) -> Any:
     return value
 
 
-def text_column(row: Row, name: str, source: Source, setting: str) -> str:
+def text_column(row: Row, name: str, source: SampleSource, setting: str) -> str:
     """Return a row's column of text.
 
     Raises:

@@ -17,7 +17,7 @@ from fsdptool.records.recipe import Data
 from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.order import FittedPacking, WrappedPacking, fit, mix, single, wrap
 from fsdptool.training.data.ragged import Ragged
-from fsdptool.training.data.sources import Row, Source
+from fsdptool.training.data.sources import Row, SampleSource
 from fsdptool.training.data.text.common import (
     IGNORED,
     ChatTemplate,
@@ -46,7 +46,7 @@ class Documents(TextSamples):
         return {"input_ids": tokens, "learned": "|u1"}
 
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one document, answer or conversation after another."""
         yield from tokenise_documents(data, encoder, source, facts)
@@ -67,7 +67,7 @@ class Documents(TextSamples):
 
 
 def tokenise_documents(
-    data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+    data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield the columns of :class:`Documents`."""
     rows = source.rows()
@@ -101,7 +101,7 @@ def tokenise_documents(
 
 
 def _chats(
-    name: str, data: Data, encoder: Encoder, source: Source, rows: Iterator[Row]
+    name: str, data: Data, encoder: Encoder, source: SampleSource, rows: Iterator[Row]
 ) -> Iterator[Mapping[str, Any]]:
     from jinja2 import TemplateError
 
@@ -155,7 +155,7 @@ def turns_of(data: Data) -> tuple[str, str] | None:
 
 
 def _completions(
-    prompt: str, data: Data, encoder: Encoder, source: Source, rows: Iterator[Row]
+    prompt: str, data: Data, encoder: Encoder, source: SampleSource, rows: Iterator[Row]
 ) -> Iterator[Mapping[str, Any]]:
     for group in groups(rows):
         prompts = [text_column(row, prompt, source, "data.options.prompt_column") for row in group]
@@ -255,7 +255,7 @@ class Masked(TextSamples):
         return {"input_ids": tokens}
 
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one document after another.
 

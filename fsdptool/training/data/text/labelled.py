@@ -13,7 +13,7 @@ from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.ragged import Ragged
-from fsdptool.training.data.sources import Source
+from fsdptool.training.data.sources import SampleSource
 from fsdptool.training.data.text.common import (
     IGNORED,
     Material,
@@ -39,7 +39,7 @@ class LabelledTexts(TextSamples):
         return {"input_ids": tokens, "label": "<i8"}
 
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens and the label of one text after another."""
         name = str(data.options.get("label_column", "label"))
@@ -102,7 +102,7 @@ class Labelled:
         return {"input_ids": tokens, "attention_mask": mask, "labels": self._table.row("label", row)[0]}
 
 
-def _label_names(name: str, data: Data, source: Source) -> list[str]:
+def _label_names(name: str, data: Data, source: SampleSource) -> list[str]:
     """The recipe's list, or every label that occurs: numbers in their order, names sorted."""
     listed = data.options.get("labels")
     if isinstance(listed, Sequence) and not isinstance(listed, str):
@@ -124,7 +124,7 @@ class SourcesAndTargets(TextSamples):
         return {"input_ids": tokens, "labels": tokens}
 
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one pair after another."""
         names = [

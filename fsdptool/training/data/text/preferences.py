@@ -12,7 +12,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.recipe import Data
 from fsdptool.training.data.loader import Samples
 from fsdptool.training.data.ragged import Ragged
-from fsdptool.training.data.sources import Row, Source
+from fsdptool.training.data.sources import Row, SampleSource
 from fsdptool.training.data.text.common import (
     IGNORED,
     ChatTemplate,
@@ -42,7 +42,7 @@ class Preferences(TextSamples):
         return {"input_ids": tokens, "learned": "|u1", "rejected_ids": tokens, "rejected_learned": "|u1"}
 
     def tokenise(
-        self, data: Data, encoder: Encoder, source: Source, facts: dict[str, Any]
+        self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one pair after another."""
         names = [
@@ -115,7 +115,7 @@ Answer = tuple[NDArray[np.int64], NDArray[np.uint8]]
 """Tokens of a prompt and an answer, and 1 for those of the answer."""
 
 
-def _texts(values: list[str], data: Data, encoder: Encoder, source: Source, row: Row) -> list[Answer]:
+def _texts(values: list[str], data: Data, encoder: Encoder, source: SampleSource, row: Row) -> list[Answer]:
     name = str(data.options.get("prompt_column", "prompt"))
     wanted = name in row or "prompt_column" in data.options
     prompt = text_column(row, name, source, "data.options.prompt_column") if wanted else ""
@@ -128,7 +128,7 @@ def _texts(values: list[str], data: Data, encoder: Encoder, source: Source, row:
 
 
 def _conversations(
-    values: list[Any], names: list[str], data: Data, template: ChatTemplate, source: Source, row: Row
+    values: list[Any], names: list[str], data: Data, template: ChatTemplate, source: SampleSource, row: Row
 ) -> list[Answer]:
     from jinja2 import TemplateError
 
@@ -152,7 +152,7 @@ def _conversations(
     return [_marked(tokens, _shared(asked, tokens)) for tokens in whole]
 
 
-def _check(name: str, messages: Any, source: Source) -> None:
+def _check(name: str, messages: Any, source: SampleSource) -> None:
     problem = problem_with(messages, None)
     if problem is not None:
         place = source.where(lambda other: problem_with(other.get(name), None) is not None)
