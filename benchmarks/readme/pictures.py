@@ -92,11 +92,11 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> s
 
 
 def _write(name: str, height: int, title: str, shapes: Iterator[str]) -> None:
-    style = CHARTS
+
     ground = '<rect width="100%" height="100%" fill="var(--bg)"/>'
     (IMAGES / f"{name}.svg").write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
-        f' aria-labelledby="{name}-title"><title id="{name}-title">{title}</title><style>{style}</style>'
+        f' aria-labelledby="{name}-title"><title id="{name}-title">{title}</title><style>{CHARTS}</style>'
         f"{ground}{''.join(shapes)}</svg>\n",
         encoding="utf-8",
     )
