@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-<<<<<<< HEAD
-from fsdptool.memory.simulation.collectives import Weights, stored_dtype
-=======
-from fsdptool.layout.group import default_loading
 from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
->>>>>>> eb1869a (Give every class a name of its own, held by a test; add a glossary; keep the pages' style sheets as files)
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble

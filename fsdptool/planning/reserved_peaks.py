@@ -37,14 +37,8 @@ class ReservedPeaks:
     def foresee(
         self,
         trace: Trace,
-<<<<<<< HEAD
-        rank: Prepared,
-        run: ResolvedRun,
-=======
         rank: PreparedSimulation,
-        mesh: ParallelDims,
-        recipe: Recipe,
->>>>>>> eb1869a (Give every class a name of its own, held by a test; add a glossary; keep the pages' style sheets as files)
+        run: ResolvedRun,
         *,
         traced: tuple[str, bool],
         timeline: bool,

@@ -50,7 +50,7 @@ _SHARD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DiffusionWork:
     """What is to be made, the same for every process.
 
     Attributes:
@@ -97,7 +97,7 @@ class Work:
         return run_work(self, rank=rank, world=world, device=device, tell=tell)
 
 
-def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
+def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
     """Return what a recipe's ``precompute`` makes, and where.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
     _check_sizes(recipe, spec, buckets)
     specs = {item.name: item for item in family.batch_spec(spec.config, for_micro_batch(recipe, 1))}
     lengths = [specs[name].shape[1] for name in SOURCES if name in specs and len(specs[name].shape) == 3]
-    work = Work(
+    work = DiffusionWork(
         folder=Path(),
         pipeline=pipeline,
         buckets=buckets,
@@ -162,7 +162,7 @@ def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> 
         family.batch_spec(spec.config, dataclasses.replace(recipe, batch=batch))
 
 
-def _key(work: Work, root: str) -> str:
+def _key(work: DiffusionWork, root: str) -> str:
     sizes = [dataclasses.astuple(item) for item in work.buckets]
     parts: list[Any] = [VERSION, work.name, work.shard_size, work.length, work.frames, work.rate, sizes]
     for picture in work.pictures:
@@ -177,8 +177,8 @@ def _key(work: Work, root: str) -> str:
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
 
 
-def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lambda _: None) -> Done:
-    """Do the part of ``work`` of one of ``world`` processes; errors as :meth:`Work.run`."""
+def run_work(work: DiffusionWork, *, rank: int, world: int, device: str, tell: Tell = lambda _: None) -> Done:
+    """Do the part of ``work`` of one of ``world`` processes; errors as :meth:`DiffusionWork.run`."""
     if (work.folder / INDEX).exists():
         _check_same(work)
         return _done(work, 0)
@@ -197,7 +197,7 @@ def run_work(work: Work, *, rank: int, world: int, device: str, tell: Tell = lam
     return _done(work, len(shards))
 
 
-def _claim(work: Work) -> None:
+def _claim(work: DiffusionWork) -> None:
     """A folder that somebody named serves one set of latents only."""
     mark = work.folder / "key"
     if not mark.exists():
@@ -206,19 +206,19 @@ def _claim(work: Work) -> None:
         _refuse(work)
 
 
-def _check_same(work: Work) -> None:
+def _check_same(work: DiffusionWork) -> None:
     if read_index(work.folder).key != work.key:
         _refuse(work)
 
 
-def _refuse(work: Work) -> None:
+def _refuse(work: DiffusionWork) -> None:
     raise ConfigError(
         f"{work.folder} contains latents of other images, captions, sizes or encoders",
         help="name another folder in data.options.latents, or remove this one",
     )
 
 
-def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: Tell) -> set[int]:
+def _make_text(work: DiffusionWork, shards: Iterable[int], rank: int, device: str, tell: Tell) -> set[int]:
     missing = [shard for shard in shards if not text_file(work.folder, shard).exists()]
     wants_none = rank == 0 and not text_file(work.folder, None).exists()
     if not missing and not wants_none:
@@ -241,7 +241,7 @@ def _make_text(work: Work, shards: Iterable[int], rank: int, device: str, tell: 
     return set(missing)
 
 
-def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> set[int]:
+def _make_pixels(work: DiffusionWork, shards: Iterable[int], device: str, tell: Tell) -> set[int]:
     missing = [shard for shard in shards if not pixel_file(work.folder, shard).exists()]
     if not missing:
         return set()
@@ -268,7 +268,7 @@ def _make_pixels(work: Work, shards: Iterable[int], device: str, tell: Tell) -> 
     return set(missing)
 
 
-def _finish(work: Work) -> None:
+def _finish(work: DiffusionWork) -> None:
     files = [text_file(work.folder, None)]
     for shard in range(work.shards):
         files += [text_file(work.folder, shard), pixel_file(work.folder, shard)]
@@ -317,7 +317,7 @@ def _write(file: Path, write: Callable[[Path], Any]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _done(work: Work, made: int) -> Done:
+def _done(work: DiffusionWork, made: int) -> Done:
     counts = [0] * len(work.buckets)
     for picture in work.pictures:
         counts[picture.bucket] += 1
@@ -334,7 +334,7 @@ def _done(work: Work, made: int) -> Done:
 class LatentData:
     """Pictures and captions, which a pipeline's VAE and text encoders encode once."""
 
-    def plan(self, recipe: Recipe, spec: ModelSpec, cache: Path) -> Work:
+    def plan(self, recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
         """Return what is encoded; errors as :func:`plan_work`."""
         return plan_work(recipe, spec, cache)
 

@@ -18,7 +18,7 @@ from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, KnownValues, fake_batch
-from fsdptool.memory.tracing.recorder import Recorder
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
@@ -111,7 +111,7 @@ def test_a_model_that_routes_in_a_loop_is_traced_and_says_so(tmp_path: Path) -> 
 
 def _record(model: nn.Module, objective: Any, batch: dict[str, torch.Tensor], stack: ExitStack) -> list[int]:
     """Return the live bytes after every allocation and free of one forward and backward."""
-    recorder = Recorder([*model.parameters(), *model.buffers(), *batch.values()])
+    recorder = SegmentRecorder([*model.parameters(), *model.buffers(), *batch.values()])
     gc.collect()
     gc.disable()
     try:
@@ -167,7 +167,7 @@ def test_fakes_allocate_what_the_real_run_does(name: str, flavour: str) -> None:
 
 def test_what_takes_the_place_of_a_replaced_buffer_is_counted() -> None:
     buffers = [torch.zeros(8) for _ in range(64)]
-    recorder = Recorder(buffers)
+    recorder = SegmentRecorder(buffers)
     with recorder:
         # Each frees what the recorder knew; the memory of its storage is used for the next one at once.
         for place in range(64):
