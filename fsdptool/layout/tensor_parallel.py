@@ -6,12 +6,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fsdptool.layout.expert_sites import experts, fused
 from fsdptool.layout.library_plans import compare
 from fsdptool.layout.placements import placements
 from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
 from fsdptool.layout.sequence_parallel import find_span
-from fsdptool.layout.sites import Left, Site, attention, feed_forward
+from fsdptool.layout.sites import Left, Site, attention, experts, feed_forward, fused
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.tensor_plan import Indivisible, SplitModule, TensorPlan, WholeReason
 

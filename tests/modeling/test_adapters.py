@@ -262,7 +262,7 @@ def test_settings_that_do_not_fit_an_adapters_weights_are_refused_before_a_run(t
 )
 @pytest.mark.parametrize("kind", ["tensor", "expert"])
 def test_what_ranks_of_a_group_cannot_divide_is_refused_by_name(lora: Lora, kind: str) -> None:
-    from fsdptool.modeling.group_settings import check_expert_parallel, check_tensor_parallel
+    from fsdptool.modeling.units import check_expert_parallel, check_tensor_parallel
     from fsdptool.records.mesh import ParallelDims
     from fsdptool.records.recipe import Sharding
 
