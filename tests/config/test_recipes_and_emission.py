@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsdptool_diffusion
 import jsonschema
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from accelerate_oracle import check_explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fsdptool
+import fsdptool.training
 from fsdptool.api.emit_config import PRESETS
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
@@ -159,13 +160,15 @@ def test_every_data_option_is_read_and_no_other() -> None:
         r"(?:data\.options|_options|options)(?:\.get\(|\[)\"(\w+)\"|for key in \((\"name\".*?)\) if"
     )
     found: set[str] = set()
-    training = Path(fsdptool.__file__).parent / "training"
-    for pattern in ("data/**/*.py", "precompute/*.py", "sampling*.py", "sampling/*.py"):
-        for file in training.glob(pattern):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                if "objective.options" not in line:
-                    for one, several in reading.findall(line):
-                        found |= {one} if one else set(re.findall(r"\w+", several))
+    training, encoders = (
+        Path(package.__file__ or "").parent for package in (fsdptool.training, fsdptool_diffusion)
+    )
+    files = [*training.glob("data/**/*.py"), training / "sampling.py"]
+    files += [encoders / f"{name}.py" for name in ("autoencoder", "encoders", "latents", "precompute")]
+    for line in "\n".join(file.read_text(encoding="utf-8") for file in files).splitlines():
+        if "objective.options" not in line:
+            for one, several in reading.findall(line):
+                found |= {one} if one else set(re.findall(r"\w+", several))
     assert found == set(DATA_OPTIONS)
 
 
