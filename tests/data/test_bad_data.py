@@ -327,14 +327,13 @@ def test_loading_processes_end_with_their_trainer(tmp_path: Path) -> None:
     script = """
 import os, time
 from pathlib import Path
-from fsdptool.training.data.loader import Stack
-from fsdptool.training.data.loader import Loader, Share
+from fsdptool.training.data.loader import Loader, RankShare, Stack
 from fsdptool.training.data.order import PlainOrder
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.training.data.build import Synthetic
 spec = [TensorSpec("x", (1, 4), "int64", "tokens", high=9)]
 samples = Synthetic(spec, shared=frozenset(), count=10, seed=0)
-loader = Loader(samples, Stack(), PlainOrder(10, seed=0, shuffle=False), Share(0, 1, 1, 1), workers=2)
+loader = Loader(samples, Stack(), PlainOrder(10, seed=0, shuffle=False), RankShare(0, 1, 1, 1), workers=2)
 next(loader)
 print(*[worker.pid for worker in loader._processes.processes], flush=True)
 time.sleep(60)

@@ -210,6 +210,7 @@ def test_a_cached_trace_and_its_footprint_need_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 from fsdptool.memory import footprint, trace
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source import resolve

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.session import Session, open_session, resolve_dims
 from fsdptool.distributed.shard import local
-from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.errors import ConfigError, PlanError, WorkerError
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Ema as EmaChoice
 from fsdptool.records.recipe import Evaluation, Lora, Method, Optimizer, Recipe, Schedule, Sharding
@@ -487,7 +487,7 @@ def test_a_file_for_another_number_of_processes_is_refused() -> None:
 def refused(folder: Path, recipe: Recipe) -> str:
     try:
         opened(folder, recipe)
-    except ConfigError as error:
+    except (ConfigError, PlanError) as error:
         return error.message
     return ""
 
