@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdptool.api.answers import plan as plan
     from fsdptool.api.answers import read_plan as read_plan
     from fsdptool.api.emit_config import emit_config as emit_config
+    from fsdptool.api.explain import explain as explain
     from fsdptool.api.integrations import ProofCallback as ProofCallback
     from fsdptool.api.integrations import ProofTracker as ProofTracker
     from fsdptool.api.migrate import migrate as migrate
@@ -34,6 +35,7 @@ _PUBLIC: dict[str, str] = {
     "compare": "fsdptool.api.answers",
     "detect": "fsdptool.api.answers",
     "emit_config": "fsdptool.api.emit_config",
+    "explain": "fsdptool.api.explain",
     "export": "fsdptool.api.runs",
     "migrate": "fsdptool.api.migrate",
     "plan": "fsdptool.api.answers",

@@ -1,4 +1,4 @@
-"""``fsdptool explain``: every effective setting of a file, with where it came from."""
+"""``fsdptool explain``: every effective setting of a file with its origin, and the run that it describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from fsdptool.cli.options import DialectOption, Format, FormatOption, TargetOption, print_document
-from fsdptool.errors import ExitCode
 
 _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
@@ -27,19 +26,19 @@ def command(
     ] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Show every effective setting with its value and origin, and the settings that are ignored."""
+    """Show every effective setting with its value and origin, and the run that a training file describes."""
+    from fsdptool.api.explain import explain_one
     from fsdptool.cli.validate import read_input
-    from fsdptool.config import read_settings
-    from fsdptool.config.result import explain_document
     from fsdptool.report.console.findings import render_explanation
     from fsdptool.report.console.tables import terminal_width
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
-    reading = read_settings(
+    explained = explain_one(
         read_input(file) or file, dialect=dialect, consumer=consumer, target=target, environment=environment
     )
     if format is Format.JSON:
-        print_document(explain_document(reading))
+        print_document(explained.document())
     else:
-        sys.stdout.write(render_explanation(reading, width=terminal_width(sys.stdout)))
-    return int(ExitCode.FINDINGS if reading.errors else ExitCode.CLEAN)
+        width = terminal_width(sys.stdout)
+        sys.stdout.write(render_explanation(explained.reading, explained.run, width=width))
+    return explained.exit_code()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fsdptool.config.rules.model import Hardware
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.config_documents import CodeCount, ConsumerVersion, FileStatus, FileVerdict, Finding
+    from fsdptool.records.described_run import DescribedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,12 @@ def _json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
 
 
-def explain_document(reading: Reading) -> Mapping[str, Any]:
-    """Return the document of schema ``explain``: one file's effective settings with their origins."""
+def explain_document(reading: Reading, run: DescribedRun | None = None) -> Mapping[str, Any]:
+    """Return the document of schema ``explain``: one file's effective settings and its run."""
+    from fsdptool.records.config_documents import Explanation
+
+    verdict = file_verdict(reading)
+    names = verdict.__dataclass_fields__
+    body = Explanation(**{name: getattr(verdict, name) for name in names}, run=run)
     digest = reading.source.digest if reading.source else None
-    return envelope("explain", digest, file_verdict(reading), diagnostics=reading.diagnostics)
+    return envelope("explain", digest, body, diagnostics=reading.diagnostics)

@@ -204,7 +204,7 @@ def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Comm
     for start, end in spans:
         if not _HINT.search(text, start, end):
             continue
-        words = list(_words(text, start, end))
+        words = list(words_of(text, start, end))
         command = _command(text, words, end)
         if command is not None:
             yield command
@@ -278,7 +278,7 @@ def _quoted(text: str, index: int, end: int) -> int:
     return index + 1
 
 
-def _words(text: str, start: int, end: int) -> Iterator[Node]:
+def words_of(text: str, start: int, end: int) -> Iterator[Node]:
     """Yield the words of a command, with what quotes and backslashes make of them."""
     index = start
     while index < end:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fsdptool.records.annotations import Count, Digest, Keywords, Positive
+from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import (
     EffectiveDtypes,
     EffectiveSetting,
@@ -78,7 +79,13 @@ class FileVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(FileVerdict):
-    """What `fsdptool explain --format json` prints: effective settings with origins, and what was ignored."""
+    """What `fsdptool explain --format json` prints: effective settings with origins, and what was ignored.
+
+    Attributes:
+        run: The whole run that the file describes; null where no program's training file is recognised.
+    """
+
+    run: DescribedRun | None = None
 
 
 @dataclass(frozen=True, slots=True)

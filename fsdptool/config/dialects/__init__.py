@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, partial
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
-from fsdptool.config.dialects.protocol import API_VERSION, Dialect
+from fsdptool.config.dialects.protocol import API_VERSION, Dialect, RunFormat
 from fsdptool.config.programs import PROGRAMS, Consumer, Program, installed_version
 from fsdptool.errors import ConfigError
 from fsdptool.families.loading import load_bounded
@@ -140,6 +140,23 @@ def load_registry() -> DialectRegistry:
             help="install fsdptool again (`pip install -e .` in a checkout): its metadata is out of date",
         )
     return registry
+
+
+_RUN_FORMATS: tuple[str, ...] = ()
+"""Programs of whose files only the run is read: module and class, by a colon."""
+
+
+@cache
+def run_formats() -> tuple[RunFormat, ...]:
+    """Return what reads runs: the dialects that describe one, and formats of which only runs are read."""
+    able = (item for item in load_registry().all() if type(item).describe is not RunFormat.describe)
+    return (*able, *map(_run_format, _RUN_FORMATS))
+
+
+def _run_format(place: str) -> RunFormat:
+    module, _, name = place.partition(":")
+    made: RunFormat = getattr(import_module(module), name)()
+    return made
 
 
 def sniff_dialect(text: str) -> Dialect | None:

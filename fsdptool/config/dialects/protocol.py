@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.edits import Editor, NotEditableError, Rewriter
 from fsdptool.config.programs import Consumer, Program
@@ -17,6 +17,10 @@ from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveDtypes, Fix, IgnoredKey, Rule, Severity
 from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.records.described_run import DescribedRun
 
 __all__ = [
     "API_VERSION",
@@ -26,6 +30,7 @@ __all__ = [
     "LintContext",
     "Program",
     "Rewriter",
+    "RunFormat",
     "Target",
     "parse_source",
 ]  # fmt: skip
@@ -33,7 +38,38 @@ __all__ = [
 API_VERSION = 1
 
 
-class Dialect(ABC):
+class RunFormat(ABC):
+    """The files and command lines of one program, as descriptions of whole runs.
+
+    Attributes:
+        name: The program's name.
+    """
+
+    name: str
+
+    def describes(self, root: Node) -> float:
+        """Return how surely a mapping is a run of this program, from 0 to 1; at 0.9 it is taken for one."""
+        return 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line starts this program, from 0 to 1.
+
+        Args:
+            launch: The command.
+            names: Its flags and overrides, without dashes.
+        """
+        return 1.0 if self.name in (launch.program, launch.script.partition(".")[0]) else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun | None:
+        """Return the whole run that a file or a command line describes; None: it cannot be told.
+
+        Args:
+            file: The keys, and what starts the program. A mistake in it is a problem of the result.
+        """
+        return None
+
+
+class Dialect(RunFormat):
     """One way to write FSDP settings: how such files are recognised, read, written and migrated.
 
     Every installed dialect is asked whether a file is its own, so importing the module that holds the
@@ -72,6 +108,10 @@ class Dialect(ABC):
     def matches(self, root: Node) -> float:
         """Return how surely a mapping is of this dialect, from 0 to 1; at 0.9 it is taken for one."""
         return 0.0
+
+    def describes(self, root: Node) -> float:
+        """Return :meth:`matches`: a file whose settings can be read describes a run of the program."""
+        return self.matches(root)
 
     def consumer_of(self, root: Node) -> str:
         """Return the program that a file is for unless somebody says otherwise."""

@@ -16,6 +16,7 @@ from fsdptool.report.console.tables import layout_table, wrap_line
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading, Verdict
     from fsdptool.records.config_documents import CodeCount
+    from fsdptool.records.described_run import DescribedRun
 
 _COLOURS = {"error": "31;1", "warning": "33;1", "info": "36"}
 _WIDTH = 160
@@ -160,11 +161,12 @@ def _room(width: int | None) -> int | None:
     return width - 2 if width is not None else None
 
 
-def render_explanation(reading: Reading, *, width: int | None = None) -> str:
-    """Return settings, values and origins in columns, then what was ignored, then the findings.
+def render_explanation(reading: Reading, run: DescribedRun | None = None, *, width: int | None = None) -> str:
+    """Return settings, values and origins in columns, then what was ignored, the run, and the findings.
 
     Args:
         reading: What was read.
+        run: The run that the file describes, or None.
         width: Columns of the terminal; None is as many as the text needs.
     """
     lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
@@ -193,10 +195,52 @@ def render_explanation(reading: Reading, *, width: int | None = None) -> str:
             f"  {f'line {item.line}: ' if item.line else ''}{item.key} = {shown(item.value)} ({item.reason})"
             for item in reading.ignored
         )
+    if run is not None:
+        lines += ["", *_described(run, width)]
     if findings:
         lines += ["", *findings]
     printed = (wrap_line(printable(line), width or sys.maxsize) for line in lines)
     return "".join(f"{line}\n" for part in printed for line in part)
+
+
+_APART = frozenset({"program", "program_version", "keys", "defaults", "notes", "problems", "mesh"})
+
+
+def _described(run: DescribedRun, width: int | None) -> list[str]:
+    """Return the facts of a run, and what becomes of the keys of its file."""
+    lines = [f"run described for {run.program} {run.program_version}"]
+    facts = {name: getattr(run, name) for name in run.__dataclass_fields__ if name not in _APART}
+    sizes = {name: getattr(run.mesh, name) for name in run.mesh.__dataclass_fields__}
+    facts["mesh"] = (
+        " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)) or None
+    )
+    rows = [(name, printable(shown(value))) for name, value in facts.items() if value not in (None, ())]
+    cells = [("fact", "value"), *rows]
+    lines.extend(f"  {line.text}" for line in layout_table(cells, width=_room(width)))
+    lines.append(keys_line(run))
+    taken = ", ".join(f"{item.key} = {shown(item.value)}" for item in run.defaults)
+    if taken:
+        lines.append(f"defaults of {run.program} {run.program_version}: {taken}")
+    lines.extend(f"note: {note}" for note in run.notes)
+    lines.extend(f"problem: {problem}" for problem in run.problems)
+    return lines
+
+
+def keys_line(run: DescribedRun) -> str:
+    """Return how many keys of a file are used, and which are not modelled, in one line."""
+    keys = run.keys
+    line = f"used {len(keys.used)} keys; {len(keys.no_effect)} change neither memory nor speed"
+    if keys.not_modelled:
+        named = ", ".join(f"{item.key} ({_CHANGES[item.changes]})" for item in keys.not_modelled)
+        line += f"; cannot model {len(keys.not_modelled)}: {named}"
+    return line
+
+
+_CHANGES = {
+    "memory": "changes memory",
+    "time": "changes the time of a step",
+    "numbers": "no effect on memory",
+}
 
 
 def shown(value: Any) -> str:

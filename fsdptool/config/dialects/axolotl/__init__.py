@@ -32,7 +32,9 @@ from fsdptool.records.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.config.dialects.run_reader import RunFile
     from fsdptool.files.tree import Node
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 NAME = "axolotl"
@@ -106,6 +108,12 @@ class Axolotl(Dialect):
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
         read(lint)
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file."""
+        from fsdptool.config.dialects.axolotl.run import describe
+
+        return describe(file)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the FSDP part of an axolotl file.

@@ -1,0 +1,289 @@
+"""The run that a training file or a command line describes, whichever program it is for.
+
+Nothing is imported or executed: files are parsed, variables and interpolations stay unresolved and are named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdptool.config.command_lines import NamedFiles, default_files
+from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
+from fsdptool.config.dialects.protocol import RunFormat, parse_source
+from fsdptool.config.dialects.run_reader import Launch, RunFile
+from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText, UnreadableError
+from fsdptool.files.tree import Node, ParseError, to_python
+from fsdptool.records.described_run import DescribedRun
+from fsdptool.source.known_models import family_of_name
+from fsdptool.spelling import integer
+
+_CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
+_HYDRA = re.compile(r"\+{0,2}~?([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
+_NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)
+
+
+def describe_run(
+    source: SourceText, *, program: str | None = None, files: NamedFiles | None = None
+) -> DescribedRun | None:
+    """Return the run that a text describes; None where no program's file is recognised.
+
+    Args:
+        source: A file, or the text of a command line.
+        program: Name of the program; None recognises it by the content.
+        files: Where the files that the text names are looked for.
+
+    Raises:
+        ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
+    """
+    files = files or default_files(source.path)
+    form = sniff_dialect(source.text)
+    if form is not None and form.name == "flags":
+        found = _of_command(source.text, files, program)
+    else:
+        found = _of_file(source, files, program)
+    if found is None:
+        return None
+    reader, file = found
+    run = reader.describe(file)
+    if run is None or run.model is None or run.family is not None:
+        return run
+    family, note = family_of_name(run.model)
+    return replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
+
+
+def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
+    try:
+        document = parse_source(source, sniff_dialect(source.text))
+    except ParseError as error:
+        where = f":{source.place(error.index)[0]}" if error.index is not None else ""
+        raise ConfigError(f"{source.path or 'the text'}{where}: {error.message}") from error
+    root = document.root
+    if root is None or root.kind != "map":
+        return None
+    reader = _chosen({form: form.describes(root) for form in run_formats()}, program, source.path)
+    if reader is None:
+        return None
+    return reader, RunFile(_plain(root), beside=partial(_beside, files))
+
+
+def _of_command(text: str, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
+    assigned = parse_environment(text).root
+    environment = {str(e.key): str(e.node.value) for e in (assigned.entries if assigned is not None else ())}
+    for command in find_commands(text) or (parse_command(text),):
+        launch, words = _launch(text, command, files, environment)
+        data, overrides, positional = _arguments(words)
+        names = frozenset((*data, *(key for key, _ in overrides)))
+        reader = _chosen({form: form.starts(launch, names) for form in run_formats()}, program, None)
+        if reader is None:
+            continue
+        named = next((data.pop(key) for key in _CONFIG_FLAGS if key in data and _is_file(data[key])), None)
+        named = named or next((word for word in positional if _is_file(word)), None)
+        base: dict[str, Any] = {}
+        problems = list(launch.problems)
+        if named is not None:
+            read = _beside(files, str(named))
+            if isinstance(read, dict):
+                base = read
+            else:
+                problems.append(f"{named} is not read: what it sets is not known")
+        for key, value in (*data.items(), *overrides):
+            _put(base, key.split("."), value)
+        launch = replace(launch, problems=tuple(problems))
+        return reader, RunFile(base, launch, environment=environment, beside=partial(_beside, files))
+    return None
+
+
+def _chosen(scores: Mapping[RunFormat, float], program: str | None, path: str | None) -> RunFormat | None:
+    if program is not None:
+        return next((form for form in scores if form.name == program), None)
+    best = max(scores.values(), default=0.0)
+    winners = [form for form, score in scores.items() if score == best]
+    if best < CERTAIN:
+        return None
+    if len(winners) > 1:
+        names = " and ".join(form.name for form in winners)
+        raise ConfigError(
+            f"{path or 'the text'}: {names} claim it equally: it holds the keys of two programs",
+            help="name the program with --dialect, or keep the keys of one",
+        )
+    return winners[0]
+
+
+def _plain(root: Node) -> dict[str, Any]:
+    value = to_python(root)
+    return {str(key): item for key, item in value.items()}
+
+
+def _beside(files: NamedFiles, name: str) -> Any:
+    """Return a named file as plain data, or None where it cannot be read or parsed."""
+    try:
+        source = files.read(name)
+        if isinstance(source, str):
+            return None
+        form = sniff_dialect(source.text)
+        root = parse_source(source, None if form is None or form.name == "flags" else form).root
+    except (UnreadableError, ParseError):
+        return None
+    return to_python(root) if root is not None else None
+
+
+def _is_file(value: object) -> bool:
+    return isinstance(value, str) and _NAMED_AS.search(value) is not None
+
+
+def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
+    *sections, last = path
+    for section in sections:
+        inner = data.get(section)
+        data[section] = inner = dict(inner) if isinstance(inner, dict) else {}
+        data = inner
+    data[last] = value
+
+
+def _arguments(words: Iterable[str]) -> tuple[dict[str, Any], list[tuple[str, Any]], list[str]]:
+    """Return the flags, the ``key=value`` overrides and the other words of a program.
+
+    A flag without a value is True, with several values a list; of two flags of one name the last counts.
+    """
+    data: dict[str, Any] = {}
+    overrides: list[tuple[str, Any]] = []
+    positional: list[str] = []
+    current: str | None = None
+    for word in words:
+        pair = _HYDRA.fullmatch(word)
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name if "." in name else name.replace("-", "_")
+            data[name] = value if equals else True
+            current = None if equals else name
+        elif pair is not None and (current is None or data[current] is not True or "." in pair.group(1)):
+            overrides.append((pair.group(1).replace("/", "."), _value(pair.group(2))))
+        elif current is None:
+            positional.append(word)
+        elif data[current] is True:
+            data[current] = word
+        else:
+            before = data[current]
+            data[current] = [*before, word] if isinstance(before, list) else [before, word]
+    return data, overrides, positional
+
+
+def _value(text: str) -> Any:
+    """Return a value of a Hydra override; what is no number, truth or list stays text."""
+    word = text.strip()
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if word.lower() in ("null", "none", ""):
+        return None
+    if re.fullmatch(r"[+-]?\d{1,18}", word):
+        return int(word)
+    if re.fullmatch(r"[+-]?\d*\.?\d+(?:[eE][+-]?\d+)?", word):
+        return float(word)
+    if word.startswith("[") and word.endswith("]"):
+        inner = word[1:-1].strip()
+        return [_value(part.strip().strip("'\"")) for part in inner.split(",")] if inner else []
+    return text.strip("'\"")
+
+
+def _launch(
+    text: str, command: Command, files: NamedFiles, environment: Mapping[str, str]
+) -> tuple[Launch, list[str]]:
+    """Return what starts the program, and the words that are the program's own."""
+    words = list(words_of(text, command.start, command.end))
+    script = command.script
+    if script is not None:
+        own = [word for word in words if word.start >= script.end]
+    else:
+        skipped = 1 + (1 if command.verb else 0)
+        own = words[skipped:] if command.program else words
+    flags = {plain(entry).lower(): entry.node.value for entry in command.flags}
+    launch = Launch(
+        program=command.program,
+        verb=command.verb,
+        script=re.sub(r"\.py$", "", str(script.value)).replace("/", ".").strip(".")
+        if script is not None
+        else "",
+    )
+    if command.program == "accelerate":
+        launch = _accelerate(launch, flags, files)
+    elif command.program == "torchrun":
+        launch = replace(launch, processes=_product(flags, "nproc_per_node", "nnodes"))
+    elif command.program == "deepspeed":
+        launch = replace(launch, processes=_product(flags, "num_gpus", "num_nodes"), deepspeed=True)
+    elif command.program == "python" and script is not None and command.verb == "":
+        launch = replace(launch, processes=1)
+    per_node = integer(environment.get("NPROC_PER_NODE"))
+    if launch.processes in (None, 1) and per_node is not None:
+        launch = replace(launch, processes=per_node * (integer(environment.get("NNODES")) or 1))
+    return launch, [str(word.value) for word in own]
+
+
+def _product(flags: Mapping[str, Any], per_node: str, nodes: str) -> int | None:
+    ranks = integer(flags.get(per_node))
+    machines = integer(str(flags.get(nodes, "1")).split(":")[-1])
+    return None if ranks is None or machines is None else ranks * machines
+
+
+def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> Launch:
+    """Return what ``accelerate launch`` sets: its flags over those of its file."""
+    problems: list[str] = []
+    data: dict[str, Any] = {}
+    named = flags.get("config_file")
+    if named is not None:
+        read = _beside(files, str(named))
+        if isinstance(read, dict):
+            data = read
+        else:
+            problems.append(f"accelerate's file {named} is not read: what it sets is not known")
+    block = data.get("fsdp_config")
+    settings = {**(block if isinstance(block, dict) else {})}
+    settings |= {key: value for key, value in flags.items() if key.startswith("fsdp_")}
+    kind = str(data.get("distributed_type", "NO")).upper()
+    processes = integer(flags.get("num_processes", data.get("num_processes")))
+    if processes is None and named is None and not flags.keys() & {"multi_gpu", "use_fsdp"}:
+        gpus = flags.get("gpu_ids")
+        processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
+    precision = flags.get("mixed_precision", data.get("mixed_precision"))
+    launch = replace(
+        launch,
+        processes=processes,
+        mixed_precision=None if precision is None else str(precision),
+        deepspeed=kind == "DEEPSPEED" or "use_deepspeed" in flags,
+        problems=tuple(problems),
+    )
+    if kind != "FSDP" and "use_fsdp" not in flags:
+        return launch
+    wrapped = settings.get("fsdp_transformer_layer_cls_to_wrap")
+    classes = tuple(part.strip() for part in str(wrapped).split(",")) if wrapped else None
+    return replace(
+        launch,
+        fsdp=2 if str(settings.get("fsdp_version", 1)) == "2" else 1,
+        wrap_classes=classes,
+        reshard=str(settings.get("fsdp_reshard_after_forward", True)).lower() not in ("false", "no_shard"),
+        cpu_offload=str(settings.get("fsdp_offload_params", False)).lower() == "true",
+        checkpointing=str(settings.get("fsdp_activation_checkpointing", False)).lower() == "true",
+    )
+
+
+def describe_path(
+    path: str | Path, *, program: str | None = None, files: NamedFiles | None = None
+) -> DescribedRun | None:
+    """Return the run of a file, as :func:`describe_run`.
+
+    Raises:
+        ConfigError: The file cannot be read or parsed.
+    """
+    from fsdptool.files.text import read_source
+
+    try:
+        source = read_source(path)
+    except UnreadableError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    return describe_run(source, program=program, files=files)

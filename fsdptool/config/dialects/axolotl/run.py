@@ -1,0 +1,216 @@
+"""The run that an axolotl file describes.
+
+Source: axolotl 0.19.0 (src/axolotl): ``utils/schemas`` (keys, defaults), ``utils/config/__init__.py``
+(normalize_config, resolve_dtype), ``loaders/model.py``, ``loaders/adapter.py``,
+``monkeypatch/accelerate/fsdp2.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.dialects.axolotl.run_keys import KEYS
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_ATTENTION = {
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "flex_attention": "flex_attention",
+    "xformers_attention": "xformers",
+    "sage_attention": "sage",
+    "eager_attention": "eager",
+}
+"""Deprecated switches, and what they set ``attn_implementation`` to (utils/schemas/config.py:1547)."""
+_LINEAR = "all-linear"
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file."""
+    read = RunReader(file, KEYS)
+    adapter = (read.text("adapter") or "").lower()
+    dtype = _dtype(read)
+    method, quantisation, base = _method(read, adapter, dtype)
+    fsdp, sharding = _fsdp(read)
+    stored: str | None = "fp32" if adapter else base
+    if fsdp == 1:
+        stored = "fp32"  # accelerate's preparation of FSDP1 upcasts what trains
+    plugins = " ".join(map(str, _list(read.value("plugins")))).lower()
+    if "llm_compressor" in plugins:
+        base, stored, quantisation = "checkpoint", None, None
+    micro = read.whole("micro_batch_size")
+    accumulation = _accumulation(read, micro)
+    mesh = DescribedMesh(
+        dp_replicate=read.whole("dp_replicate_size"),
+        dp_shard=read.whole("dp_shard_size"),
+        cp=read.whole("context_parallel_size", "sequence_parallel_degree"),
+        tp=read.whole("tensor_parallel_size"),
+        ep=read.whole("expert_parallel_size"),
+    )
+    packing = read.flag("sample_packing")
+    if packing and (micro or 1) > 1:
+        read.notes.append(
+            "packing joins the micro-batch into one row of micro_batch_size x sequence_len tokens"
+        )
+    read.use("pad_to_sequence_len", "lora_alpha", "peft_autocast_adapter_dtype")
+    if read.raw("deepspeed"):
+        read.notes.append(
+            "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp_config with fsdp_version: 2"
+        )
+    if str(read.raw("model_quantization_config")) == "Mxfp4Config":
+        read.use("model_quantization_config", "model_quantization_config_kwargs")
+        read.notes.append("the MXFP4 checkpoint is dequantised while it is loaded")
+    processes = file.launch.processes
+    optimizer = read.text("optimizer")
+    return read.describe(
+        model=read.text("base_model"),
+        method=method,
+        lora_rank=read.whole("lora_r") if adapter else None,
+        lora_targets=_targets(read) if adapter else None,
+        lora_modules_to_save=_names(read.value("lora_modules_to_save")) if adapter else (),
+        base_dtype=base,
+        quantisation=quantisation,
+        stored_dtype=stored,
+        compute_dtype="fp8" if read.flag("fp8") else dtype,
+        reduce_dtype=None if stored is None else dtype if fsdp != "none" else stored,
+        objective=_objective(read),
+        sequence_length=read.whole("sequence_len"),
+        packing=packing,
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=global_batch(micro, accumulation, processes, mesh),
+        optimizer=optimizer,
+        optimizer_state_bits=state_bits(optimizer, stored) if stored else None,
+        attention=_attention(read),
+        fused_loss=_fused_loss(read, plugins),
+        compile=read.value("torch_compile") not in (False, None, "false"),
+        processes=processes,
+        fsdp=fsdp,
+        mesh=mesh,
+        steps=read.whole("max_steps"),
+        epochs=read.number("num_epochs"),
+        **_checkpointing(read, adapter, sharding.pop("checkpoints")),
+        **sharding,
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(map(str, _list(value)))
+
+
+def _dtype(read: RunReader) -> str:
+    """Return what ``resolve_dtype`` sets ``torch_dtype`` to; ``auto`` is bf16 on every GPU since Ampere."""
+    if read.flag("fp16") or read.flag("float16"):
+        return "fp16"
+    if read.has("bf16") and read.raw("bf16") != "auto" and not read.flag("bf16"):
+        return "bf16" if read.flag("bfloat16") else "fp32"
+    read.value("bf16", "bfloat16")
+    return "bf16"
+
+
+def _method(read: RunReader, adapter: str, dtype: str) -> tuple[str, str | None, str]:
+    """Return the method, the quantisation and the dtype of the loaded base (loaders/model.py:801)."""
+    four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
+    if not adapter:
+        return "full", "none", dtype
+    if adapter == "qlora":
+        if not four:
+            read.problems.append("adapter: qlora needs load_in_4bit: true (utils/schemas/peft.py:220)")
+        return "qlora", f"bnb nf4, double quantisation, storage {dtype}", dtype
+    if adapter == "lora" and eight:
+        return "lora8bit", "bnb int8", dtype
+    if four:
+        read.notes.append(
+            "load_in_4bit quantises only with adapter: qlora; here prepare_model_for_kbit_training casts the "
+            "unquantised base to fp32 (loaders/model.py:1144)"
+        )
+        return adapter, "none", "fp32"
+    return adapter, "none", dtype
+
+
+def _targets(read: RunReader) -> tuple[str, ...] | str | None:
+    named = read.names("lora_target_modules")
+    if read.flag("lora_target_linear"):
+        if isinstance(named, tuple):
+            read.notes.append(
+                "lora_target_linear: every Linear layer but the output embedding, and those named"
+            )
+        return _LINEAR
+    return (named,) if isinstance(named, str) and isinstance(read.raw("lora_target_modules"), list) else named
+
+
+def _objective(read: RunReader) -> str:
+    rl = read.text("rl")
+    if rl:
+        return rl.lower()
+    if read.flag("reward_model") or read.flag("process_reward_model"):
+        return "reward"
+    return "pretrain" if read.value("pretraining_dataset") else "sft"
+
+
+def _accumulation(read: RunReader, micro: int | None) -> int | None:
+    batch = read.whole("batch_size")
+    if batch and micro and not read.has("gradient_accumulation_steps"):
+        return max(1, batch // micro)
+    return read.whole("gradient_accumulation_steps")
+
+
+def _attention(read: RunReader) -> str:
+    named = read.text("attn_implementation")
+    switched = [word for key, word in _ATTENTION.items() if read.flag(key)]
+    if named is None and not switched:
+        read.default("attn_implementation", "sdpa", "transformers' default")
+    return named or (switched[0] if switched else "sdpa")
+
+
+def _fused_loss(read: RunReader, plugins: str) -> str:
+    if "cut_cross_entropy" in plugins and read.raw("cut_cross_entropy") is not False:
+        read.use("cut_cross_entropy")
+        return "cce"
+    if "liger" in plugins and read.flag("liger_fused_linear_cross_entropy"):
+        return "liger"
+    return "chunked" if read.flag("chunked_cross_entropy") else "none"
+
+
+def _checkpointing(read: RunReader, adapter: str, by_fsdp: bool) -> dict[str, Any]:
+    value = read.value("gradient_checkpointing")
+    word = str(value).lower()
+    offloads = word in ("offload", "offload_disk") or read.flag("activation_offloading")
+    recomputes = word in ("true", "offload", "offload_disk", "unsloth") or by_fsdp
+    if read.raw("selective_checkpointing"):
+        read.use("selective_checkpointing")
+        return {"gradient_checkpointing": "selective", "activation_offloading": offloads}
+    if offloads and adapter:
+        read.notes.append(
+            "activation_offloading with an adapter: recompute is switched on in one place of axolotl and off "
+            "in another; planned as recompute with the inputs of layers in host memory"
+        )
+        return {"gradient_checkpointing": "offload", "activation_offloading": True}
+    return {"gradient_checkpointing": "full" if recomputes else "none", "activation_offloading": offloads}
+
+
+def _fsdp(read: RunReader) -> tuple[Any, dict[str, Any]]:
+    """Return the version of FSDP and what its block says; without a version it is 1 (validation.py:1216)."""
+    words, block = read.value("fsdp"), read.raw("fsdp_config")
+    if not words and not block:
+        return "none", {"wrap_classes": None, "reshard": None, "cpu_offload": False, "checkpoints": False}
+
+    def get(name: str) -> Any:
+        return (
+            read.value(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}") if isinstance(block, dict) else None
+        )
+
+    version = read.whole("fsdp_version") or get("version") or 1
+    wrap = get("transformer_layer_cls_to_wrap")
+    classes = tuple(part.strip() for part in wrap.split(",")) if isinstance(wrap, str) else _names(wrap)
+    reshard = get("reshard_after_forward")
+    return (2 if str(version) == "2" else 1), {
+        "wrap_classes": classes or None,
+        "reshard": True if reshard is None or version != 2 else bool(reshard),
+        "cpu_offload": bool(get("offload_params")) or "offload" in str(words),
+        "checkpoints": bool(get("activation_checkpointing")),
+    }

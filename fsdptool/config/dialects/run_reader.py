@@ -1,0 +1,341 @@
+"""Reads a run from a file or a command line: what is asked for is used, and every other key is told.
+
+A program's table (:class:`RunKeys`) lists its keys; its dialect decides the facts (:meth:`Dialect.describe`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from fsdptool.records.described_run import (
+    ChangedThing,
+    DescribedMesh,
+    DescribedRun,
+    FileKeys,
+    Side,
+    TakenDefault,
+    UnmodelledKey,
+)
+
+DTYPES = {
+    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32", "no": "fp32",
+    "fp8": "fp8",
+}  # fmt: skip
+"""What programs write for a dtype, and the word of :class:`DescribedRun`."""
+
+_WIDTH = {"bf16": 16, "fp16": 16, "fp32": 32}
+_INACTIVE = (None, False, 0, "", "none", "None", "no", "false", "False")
+_VARIABLE = re.compile(r"\$[A-Za-z_{(]|\{\{")
+_TRUE, _FALSE = (
+    frozenset({"true", "yes", "y", "t", "1", "on"}),
+    frozenset({"false", "no", "n", "f", "0", "off"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """The keys of a program's files, as far as :meth:`Dialect.describe` does not ask for them itself.
+
+    Keys of sections are joined by dots. A name that ends with ``*`` stands for every key that begins so.
+
+    Attributes:
+        program: Name of the program.
+        version: Version whose source the table follows.
+        defaults: Key to the value that counts without it, and the place in the source.
+        no_effect: Keys that change neither memory nor speed.
+        memory: Keys that change memory and are not modelled, and whether a run needs less or more for them;
+            None where that depends on the value.
+        time: Keys that change only the time of a step and are not modelled.
+        numbers: Keys that change only what is learnt.
+        unknown: What the program does with keys that it does not know.
+    """
+
+    program: str
+    version: str
+    defaults: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    no_effect: frozenset[str] = frozenset()
+    memory: Mapping[str, Side | None] = field(default_factory=dict)
+    time: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    unknown: Literal["dropped", "refused"] = "dropped"
+
+
+def sides(*, less: str = "", more: str = "", either: str = "") -> dict[str, Side | None]:
+    """Return a table of keys that change memory from lists of names, separated by blanks."""
+    table: dict[str, Side | None] = dict.fromkeys(less.split(), "less")
+    return table | dict.fromkeys(more.split(), "more") | dict.fromkeys(either.split(), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What starts a program: its command line, ``accelerate launch`` or ``torchrun`` before it, or nothing.
+
+    Attributes:
+        program: The program's own command (``trl``, ``swift``, ``accelerate``, ``torchrun``, ``python``);
+            empty for a file.
+        verb: What follows that name (``sft`` of ``trl sft``).
+        script: Script or module that is started, with dots for slashes and without ``.py``; or empty.
+        processes: Number of ranks, or None where the command does not say.
+        mixed_precision: accelerate's ``mixed_precision``, or None.
+        fsdp: FSDP version that the launcher sets, or None.
+        wrap_classes: Classes to wrap that the launcher sets.
+        reshard: Whether parameters are resharded after forward; None without FSDP.
+        cpu_offload: Whether the launcher offloads parameters.
+        checkpointing: Whether the launcher checkpoints activations.
+        deepspeed: Whether the launcher starts DeepSpeed.
+        problems: Files that the command names and that were not read.
+    """
+
+    program: str = ""
+    verb: str = ""
+    script: str = ""
+    processes: int | None = None
+    mixed_precision: str | None = None
+    fsdp: Literal[1, 2] | None = None
+    wrap_classes: tuple[str, ...] | None = None
+    reshard: bool | None = None
+    cpu_offload: bool = False
+    checkpointing: bool = False
+    deepspeed: bool = False
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What describes a run: the keys of a file, or the flags of a command line over those of its file.
+
+    Attributes:
+        data: The keys with their values; sections are mappings.
+        launch: What starts the program.
+        version: Version of the program to judge for, or None for that of the program's table.
+        environment: Variables that a script assigns before its command.
+        beside: Reads a file that the keys name, as plain data; None where it cannot be read.
+    """
+
+    data: Mapping[str, Any]
+    launch: Launch = Launch()
+    version: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    beside: Callable[[str], Any] = lambda name: None
+
+
+def dtype_word(value: object) -> str | None:
+    """Return the word for a dtype of a file, or None if it is not one."""
+    return DTYPES.get(str(value).strip().lower())
+
+
+def state_bits(optimizer: str | None, stored: str | None) -> int | None:
+    """Return the bits of an optimizer state, by the name of the optimizer; None: not known.
+
+    States follow the dtype of the parameters, but for those of bitsandbytes and torchao (their names say the
+    bits). transformers 5.24 ``training_args.py:OptimizerNames`` lists the names.
+    """
+    name = (optimizer or "").lower()
+    if not name:
+        return None
+    if "4bit" in name:
+        return 4
+    if "8bit" in name or name in ("adam8bit", "lion8bit", "came_8bit"):
+        return 8
+    if "32bit" in name or name.startswith("paged") or "pagedadam" in name:
+        return 32
+    return _WIDTH.get(stored or "")
+
+
+class RunReader:
+    """The values of one file; what is asked for counts as used.
+
+    Args:
+        file: What describes the run.
+        keys: The program's table.
+    """
+
+    def __init__(self, file: RunFile, keys: RunKeys) -> None:
+        self.file = file
+        self.keys = keys
+        self.data = file.data
+        self.used: dict[str, None] = {}
+        self.asked: set[str] = set()
+        self.taken: dict[str, TakenDefault] = {}
+        self.notes: list[str] = []
+        self.problems: list[str] = list(file.launch.problems)
+
+    def raw(self, key: str) -> Any:
+        """Return the value of a key, or None; the key does not count as used."""
+        self.asked.add(key)
+        value: Any = self.data
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the file holds a key with a value."""
+        return self.raw(key) is not None
+
+    def value(self, key: str, *others: str) -> Any:
+        """Return the value of the first key that has one, else the program's default."""
+        for name in (key, *others):
+            found = self.raw(name)
+            if found is not None:
+                self.used.setdefault(name)
+                return found
+        if key in self.keys.defaults:
+            value, source = self.keys.defaults[key]
+            return self.default(key, value, source)
+        return None
+
+    def default(self, key: str, value: Any, source: str) -> Any:
+        """Note a value that the program takes without the key, and return it."""
+        plain = value if isinstance(value, str | int | float | bool | type(None)) else str(value)
+        self.taken.setdefault(key, TakenDefault(key, plain, source))
+        return value
+
+    def text(self, key: str, *others: str) -> str | None:
+        """Return a text, or None."""
+        value = self.value(key, *others)
+        if value is None or isinstance(value, Mapping | list):
+            if value is not None:
+                self._wrong(key, "a text", value)
+            return None
+        if isinstance(value, str) and _VARIABLE.search(value):
+            self.problems.append(f"{key}: {value} is a variable, which is not resolved")
+            return None
+        return str(value)
+
+    def whole(self, key: str, *others: str) -> int | None:
+        """Return a whole number, or None."""
+        value = self.value(key, *others)
+        if isinstance(value, str):
+            word = value.strip().replace("_", "")
+            if re.fullmatch(r"[+-]?\d{1,18}(\.0*)?", word):
+                return int(float(word)) if "." in word else int(word)
+            if word.lower() in ("none", "null", ""):
+                return None
+            what = "is a variable, which is not resolved" if _VARIABLE.search(value) else ""
+            self.problems.append(f"{key}: {value} {what}" if what else _must(key, "a whole number", value))
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            self._wrong(key, "a whole number", value)
+            return None
+        return None if value is None else int(value)
+
+    def number(self, key: str, *others: str) -> float | None:
+        """Return a number, or None."""
+        value = self.value(key, *others)
+        try:
+            return None if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            self._wrong(key, "a number", value)
+            return None
+
+    def flag(self, key: str, *others: str) -> bool:
+        """Return whether a switch is on; without a value it is off."""
+        value = self.value(key, *others)
+        if isinstance(value, bool) or value is None:
+            return bool(value)
+        word = str(value).strip().lower()
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+        if word not in ("none", "null", ""):
+            self._wrong(key, "true or false", value)
+        return False
+
+    def names(self, key: str, *others: str) -> tuple[str, ...] | str | None:
+        """Return a list of names; a text with commas or blanks is one, any other text stays."""
+        value = self.value(key, *others)
+        if isinstance(value, list | tuple):
+            return tuple(map(str, value)) or None
+        if isinstance(value, str) and re.fullmatch(r"[\w.\-]+(?:\s*[,\s]\s*[\w.\-]+)+", value.strip()):
+            return tuple(re.split(r"[,\s]+", value.strip()))
+        return None if value is None or value == "" else str(value)
+
+    def use(self, *keys: str) -> None:
+        """Count keys as used that the file holds."""
+        for key in keys:
+            if self.has(key):
+                self.used.setdefault(key)
+
+    def describe(self, **facts: Any) -> DescribedRun:
+        """Return the run of the facts, with what became of every key."""
+        described = DescribedRun(self.keys.program, self.file.version or self.keys.version, **facts)
+        keys = self._told()
+        return replace(
+            described,
+            keys=keys,
+            defaults=tuple(self.taken.values()),
+            notes=tuple(dict.fromkeys(self.notes)),
+            problems=tuple(dict.fromkeys(self.problems)),
+        )
+
+    def _wrong(self, key: str, must: str, value: Any) -> None:
+        self.problems.append(_must(key, must, value))
+
+    def _told(self) -> FileKeys:
+        no_effect: list[str] = []
+        not_modelled: list[UnmodelledKey] = []
+        unknown: list[str] = []
+        effects: tuple[tuple[ChangedThing, Collection[str]], ...] = (
+            ("memory", self.keys.memory), ("time", self.keys.time), ("numbers", self.keys.numbers),
+        )  # fmt: skip
+        for key, value in self._unread(self.data, ""):
+            found = next((what for what, names in effects if _covers(names, key)), None)
+            inactive = value in _INACTIVE if not isinstance(value, list | dict) else not value
+            if found is not None and not inactive:
+                side = self.keys.memory.get(key) if found == "memory" else None
+                not_modelled.append(UnmodelledKey(key, found, side))
+                continue
+            no_effect.append(key)
+            if found is None and key not in self.asked and not _covers(self.keys.no_effect, key):
+                unknown.append(key)
+        if unknown:
+            names = ", ".join(unknown)
+            if self.keys.unknown == "refused":
+                self.problems.append(f"{self.keys.program} {self.keys.version} refuses unknown keys: {names}")
+            else:
+                self.notes.append(f"{self.keys.program} {self.keys.version} drops unknown keys: {names}")
+        return FileKeys(tuple(self.used), tuple(no_effect), tuple(not_modelled))
+
+    def _unread(self, data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        """Yield the keys that nobody asked for; a section whose keys are known singly yields those."""
+        for name, value in data.items():
+            key = f"{prefix}{name}"
+            if key in self.used:
+                continue
+            if isinstance(value, Mapping) and value and self._is_section(key):
+                yield from self._unread(value, f"{key}.")
+            else:
+                yield key, value
+
+    def _is_section(self, key: str) -> bool:
+        known = (*self.used, *self.keys.defaults, *self.keys.memory, *self.keys.time, *self.keys.numbers)
+        return any(name.startswith(f"{key}.") for name in (*known, *self.keys.no_effect))
+
+
+def _covers(names: Collection[str], key: str) -> bool:
+    if key in names:
+        return True
+    return any(name.endswith("*") and key.startswith(name[:-1]) for name in names)
+
+
+def _must(key: str, must: str, value: Any) -> str:
+    return f"{key} must be {must}, not {str(value)[:60]!r}"
+
+
+def global_batch(
+    micro_batch: int | None, accumulation: int | None, processes: int | None, mesh: DescribedMesh
+) -> int | None:
+    """Return the samples of an optimizer step on all ranks, or None where a factor is not known.
+
+    Ranks that divide a sequence, a layer or the depth of the model share their samples.
+    """
+    if micro_batch is None or accumulation is None or processes is None:
+        return None
+    shared = (mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
+    return micro_batch * accumulation * max(1, processes // shared)

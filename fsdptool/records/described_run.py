@@ -1,0 +1,168 @@
+"""A training run as a file or a command line of some program describes it, with that program's defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ChangedThing = Literal["memory", "time", "numbers"]
+"""What a setting that is not modelled changes: memory, the time of a step, or only what is learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedMesh:
+    """Sizes of a device mesh; -1 takes the ranks that the others leave, null is open.
+
+    Attributes:
+        dp_replicate: Groups that hold a copy each.
+        dp_shard: Ranks that share one copy.
+        cp: Ranks that divide each sequence, by ring attention or by Ulysses.
+        tp: Ranks that divide each layer.
+        ep: Ranks that divide the experts of each layer.
+        pp: Stages of a pipeline.
+    """
+
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    cp: int | None = 1
+    tp: int | None = 1
+    ep: int | None = 1
+    pp: int | None = 1
+
+
+Side = Literal["less", "more"]
+"""Whether a run needs less or more memory for a setting that is not modelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnmodelledKey:
+    """A setting of the file that no plan takes into account.
+
+    Attributes:
+        key: The key.
+        changes: What it changes.
+        side: For memory: whether the run needs less or more than without the setting; null if that depends.
+    """
+
+    key: str
+    changes: ChangedThing
+    side: Side | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileKeys:
+    """Every key of the file, by what becomes of it.
+
+    Attributes:
+        used: Keys that decide a fact of the run.
+        no_effect: Keys that change neither memory nor speed, or that the program itself does not read.
+        not_modelled: Keys that change the run in a way that no plan takes into account.
+    """
+
+    used: tuple[str, ...] = ()
+    no_effect: tuple[str, ...] = ()
+    not_modelled: tuple[UnmodelledKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDefault:
+    """A value that the file leaves out and that the program sets.
+
+    Attributes:
+        key: The key that the file does not hold.
+        value: The program's default.
+        source: File and line of the program's source.
+    """
+
+    key: str
+    value: str | float | bool | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedRun:
+    """A run that a file describes; null is what the file and the program leave open.
+
+    Attributes:
+        program: Program that reads the file.
+        program_version: Version whose defaults are taken.
+        model: Hub id, path or name that the file gives the model.
+        family: Family and size of fsdptool's catalogue that the model is known to be, as ``llama3:8b``.
+        method: ``full``, ``lora``, ``qlora`` (4 bits), ``lora8bit``, or the program's own word.
+        lora_rank: Rank of the adapters.
+        lora_targets: Names of the adapted modules, a regular expression, or ``all-linear``.
+        lora_modules_to_save: Modules of which a copy is trained whole beside the adapters.
+        base_dtype: dtype in which the model is loaded; ``checkpoint`` is the dtype of its files.
+        quantisation: Format of a quantised base in words; ``none`` without one.
+        stored_dtype: dtype in which the trained parameters are stored.
+        compute_dtype: dtype of matrix products.
+        reduce_dtype: dtype in which gradients are reduced across ranks.
+        objective: What is minimised: ``sft``, ``pretrain``, ``dpo``, ``grpo``, ``diffusion``, ...
+        sequence_length: Tokens of a row.
+        height, width, frames: Pixels and frames of a sample.
+        packing: Whether samples are joined into full rows.
+        micro_batch: Samples (or rows) of one forward pass of a data-parallel rank.
+        accumulation: Forward passes of an optimizer step.
+        global_batch: Samples (or rows) of an optimizer step on all ranks.
+        optimizer: Name that the program gives the optimizer.
+        optimizer_state_bits: Bits of an element of an optimizer state.
+        gradient_checkpointing: What is recomputed in backward; ``offload`` keeps the inputs in host memory.
+        activation_offloading: Whether activations are kept in host memory between forward and backward.
+        attention: Attention implementation.
+        fused_loss: Whether logits are kept whole (``none``), or the loss is fused or computed in chunks.
+        compile: Whether ``torch.compile`` is used.
+        processes: Number of ranks.
+        fsdp: Version of FSDP, or ``none``.
+        wrap_classes: Classes that become FSDP units, as the file names them.
+        reshard: Whether parameters are resharded after forward; a number is a number of ranks.
+        cpu_offload: Whether parameters, gradients and optimizer states live in host memory.
+        mesh: Sizes of the device mesh.
+        steps: Optimizer steps.
+        epochs: Passes over the data set.
+        keys: What becomes of every key of the file.
+        defaults: What the file leaves out, with the program's values.
+        notes: What else a reader of the file should know.
+        problems: What the program would refuse, and what cannot be read; one line each.
+    """
+
+    program: str
+    program_version: str | None = None
+    model: str | None = None
+    family: str | None = None
+    method: str | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] | str | None = None
+    lora_modules_to_save: tuple[str, ...] = ()
+    base_dtype: str | None = None
+    quantisation: str | None = None
+    stored_dtype: str | None = None
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+    objective: str | None = None
+    sequence_length: int | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    packing: bool | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    global_batch: int | None = None
+    optimizer: str | None = None
+    optimizer_state_bits: int | None = None
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None
+    activation_offloading: bool | None = None
+    attention: str | None = None
+    fused_loss: Literal["none", "liger", "cce", "chunked"] | None = None
+    compile: bool | None = None
+    processes: int | None = None
+    fsdp: Literal["none", 1, 2] | None = None
+    wrap_classes: tuple[str, ...] | None = None
+    reshard: bool | int | None = None
+    cpu_offload: bool | None = None
+    mesh: DescribedMesh = DescribedMesh()
+    steps: int | None = None
+    epochs: float | None = None
+    keys: FileKeys = FileKeys()
+    defaults: tuple[TakenDefault, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()

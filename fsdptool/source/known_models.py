@@ -1,0 +1,92 @@
+"""Which size of the catalogue a model's name stands for: its hub id, a fine-tune, a quantised upload.
+
+Nothing is looked up outside the catalogue.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from fsdptool.families.registry import load_registry
+
+_WITHOUT = frozenset([
+    "instruct", "chat", "it", "base", "hf", "pt", "thinking", "diffusers", "bf16", "fp16", "fp8", "fp32",
+    "bnb", "unsloth", "4bit", "8bit", "int4", "int8", "awq", "gptq", "gguf", "nf4", "mxfp4", "w4a16", "w8a8",
+    "meta", "latest",
+])  # fmt: skip
+"""Parts of a name that change no shape: what a checkpoint was tuned for, and how it is stored."""
+_SAME_SHAPES = {
+    "qwen2.5-coder": "qwen2.5", "qwen2.5-math": "qwen2.5", "qwen3-coder": "qwen3", "flux.1-krea": "flux.1",
+    "flux.1-kontext": "flux.1", "flux-dev": "flux.1-dev", "flux1-dev": "flux.1-dev",
+    "stable-diffusion-xl": "sdxl",
+    "mistral-7b-v0.2": "mistral-7b-v0.1", "llama-3.2-vision-11b": "llama-3.2-11b-vision",
+}  # fmt: skip
+"""Names of models whose shapes are those of another one."""
+_OTHER_SHAPES = frozenset([
+    "vl", "omni", "audio", "vision", "eagle", "eagle3", "medusa", "draft", "pruned", "minitron", "embedding",
+    "reranker", "lora", "moe", "distill", "merge", "upscaled", "depth", "tiny",
+])  # fmt: skip
+"""Parts of a name that stand for other shapes than those of the name around them."""
+
+
+def family_of_name(name: str) -> tuple[str | None, str | None]:
+    """Return the family and size that a model's name stands for, as ``llama3:8b``, and a note.
+
+    Args:
+        name: Hub id, path or name of the model.
+
+    Returns:
+        The reference, or None where the catalogue has no such size; and a note where the name is not the
+        catalogue's, or None.
+    """
+    known = _known()
+    exact = known.get(_plain(name))
+    if exact is not None and exact[1].lower() == name.lower():
+        return exact[0], None
+    parts = _parts(name)
+    best: tuple[str, str] | None = None
+    length = 0
+    for key, found in known.items():
+        wanted = key.split("-")
+        if len(wanted) <= length or (len(wanted) < 2 and wanted != parts):
+            continue
+        at = _place(wanted, parts)
+        if at is not None and not _OTHER_SHAPES & ({*parts} - {*wanted}):
+            best, length = found, len(wanted)
+    if best is None:
+        return None, None
+    return best[0], f"{name} is taken for {best[0]} ({best[1]}) by its name"
+
+
+@cache
+def _known() -> dict[str, tuple[str, str]]:
+    """Return the catalogue by plain names: the reference, and the hub id it was published under."""
+    found: dict[str, tuple[str, str]] = {}
+    denoisers = ("transformer", "unet", None)
+    for family in load_registry().all():
+        for flavour in family.flavours().values():
+            if flavour.hub_id and flavour.component in denoisers and not flavour.name.startswith("tiny"):
+                # Of several components of one pipeline the first denoiser is the model that is trained.
+                found.setdefault(_plain(flavour.hub_id), (f"{family.name}:{flavour.name}", flavour.hub_id))
+    return found
+
+
+def _plain(name: str) -> str:
+    return "-".join(_parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    """Return the parts of a name that say its shapes."""
+    base = re.sub(r"[_\s]+", "-", name.rstrip("/").rsplit("/", 1)[-1].lower())
+    kept = [part for part in base.split("-") if part and part not in _WITHOUT]
+    kept = [part for part in kept if not re.fullmatch(r"2\d{3}", part)] or kept
+    plain = "-".join(kept)
+    for other, same in _SAME_SHAPES.items():
+        plain = re.sub(rf"(?<![^-]){re.escape(other)}(?![^-])", same, plain)
+    return plain.split("-")
+
+
+def _place(wanted: list[str], parts: list[str]) -> int | None:
+    size = len(wanted)
+    return next((at for at in range(len(parts) - size + 1) if parts[at : at + size] == wanted), None)
