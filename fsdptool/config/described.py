@@ -15,13 +15,13 @@ from typing import Any
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
-from fsdptool.config.dialects.run_reader import Launch, RunFile
+from fsdptool.config.dialects.run_reader import Launch, RunFile, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python
 from fsdptool.records.described_run import DescribedRun
-from fsdptool.source.known_models import family_of_name
+from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
@@ -55,7 +55,18 @@ def describe_run(
     if run is None or run.model is None or run.family is not None:
         return run
     family, note = family_of_name(run.model)
-    return replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
+    run = replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
+    return _as_published(run) if (family or "").partition(":")[0] in STORED_IN_FP32 else run
+
+
+def _as_published(run: DescribedRun) -> DescribedRun:
+    """Return a run with the dtype of its checkpoint, which is fp32."""
+    base, stored, reduced = (
+        "fp32" if word == "checkpoint" else word
+        for word in (run.base_dtype, run.stored_dtype, run.reduce_dtype)
+    )
+    bits = run.optimizer_state_bits or state_bits(run.optimizer, stored)
+    return replace(run, base_dtype=base, stored_dtype=stored, reduce_dtype=reduced, optimizer_state_bits=bits)
 
 
 def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:

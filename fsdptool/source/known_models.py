@@ -30,6 +30,13 @@ _OTHER_SHAPES = frozenset([
 """Parts of a name that stand for other shapes than those of the name around them."""
 
 
+STORED_IN_FP32 = frozenset([
+    "gpt2", "distilgpt2", "bert", "roberta", "xlm-roberta", "distilbert", "albert", "t5", "flan-t5", "bart",
+    "vit", "dinov2", "clip", "pegasus", "sd1.5",
+])  # fmt: skip
+"""Families whose published checkpoints are stored in fp32; younger ones are stored in 16 bits."""
+
+
 def family_of_name(name: str) -> tuple[str | None, str | None]:
     """Return the family and size that a model's name stands for, as ``llama3:8b``, and a note.
 

@@ -23,7 +23,7 @@ WORDS = frozenset(
 """Facts that the index may hold as a sentence: compared only where it holds the word itself."""
 
 
-READ = ("axolotl",)
+READ = ("axolotl", "llamafactory", "trainer", "trl")
 """Folders of programs whose runs are read."""
 
 

@@ -52,7 +52,8 @@ class RunKeys:
             None where that depends on the value.
         time: Keys that change only the time of a step and are not modelled.
         numbers: Keys that change only what is learnt.
-        unknown: What the program does with keys that it does not know.
+        unknown: What the program does with keys that it does not know; ``script``: they belong to the script
+            that is run, whose source decides.
     """
 
     program: str
@@ -62,7 +63,12 @@ class RunKeys:
     memory: Mapping[str, Side | None] = field(default_factory=dict)
     time: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
-    unknown: Literal["dropped", "refused"] = "dropped"
+    unknown: Literal["dropped", "refused", "script"] = "dropped"
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the names of a text, separated by blanks."""
+    return frozenset(text.split())
 
 
 def sides(*, less: str = "", more: str = "", either: str = "") -> dict[str, Side | None]:
@@ -298,6 +304,8 @@ class RunReader:
             names = ", ".join(unknown)
             if self.keys.unknown == "refused":
                 self.problems.append(f"{self.keys.program} {self.keys.version} refuses unknown keys: {names}")
+            elif self.keys.unknown == "script":
+                self.notes.append(f"only the script knows what these do: {names}")
             else:
                 self.notes.append(f"{self.keys.program} {self.keys.version} drops unknown keys: {names}")
         return FileKeys(tuple(self.used), tuple(no_effect), tuple(not_modelled))

@@ -5,7 +5,7 @@ Source: axolotl 0.19.0 (src/axolotl).
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, sides
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
 
 _LESS = """
     dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep flash_attn_cross_entropy
@@ -127,8 +127,8 @@ KEYS = RunKeys(
         "expert_parallel_size": (1, "integrations/expert_parallel/args.py"),
     },
     memory=sides(less=_LESS, more=_MORE, either=_EITHER),
-    time=frozenset(_TIME.split()),
-    numbers=frozenset(_NUMBERS.split()),
+    time=names(_TIME),
+    numbers=names(_NUMBERS),
     no_effect=frozenset((*_NO_EFFECT.split(), *_BLOCK)),
     unknown="dropped",
 )

@@ -31,7 +31,9 @@ from fsdptool.records.diagnostic import Edit
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.files.tree import Node
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 NAME = "trainer"
@@ -64,6 +66,11 @@ ARGUMENTS = frozenset([
     "bf16", "fp16", "gradient_checkpointing", "max_steps", "save_only_model", "deepspeed", "optim",
     "activation_checkpointing",
 ])  # fmt: skip
+_NOT_ALONE = frozenset([
+    "stage", "finetuning_type", "base_model", "model_family", "tuner_type", "train_type", "sft_type",
+    "rlhf_type", "num_generations", "use_peft", "max_length", "max_seq_length", "dataset_mixture",
+])  # fmt: skip
+"""Keys of the programs that add their own to TrainingArguments."""
 CANNOT = (*ACCELERATE_ONLY, *MESH, "cp_comm_strategy", *LAUNCH)
 
 
@@ -115,6 +122,27 @@ class Trainer(Dialect):
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
         read(lint)
+
+    def describes(self, root: Node) -> float:
+        """Return how surely the mapping holds TrainingArguments, with or without FSDP."""
+        keys = {str(entry.key) for entry in root.entries}
+        if keys & _NOT_ALONE or len(keys & ARGUMENTS) < 3:
+            return 0.0
+        return 0.91 if "per_device_train_batch_size" in keys or "output_dir" in keys else 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line is that of a script with TrainingArguments."""
+        own = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "per_device_eval_batch_size"}
+        known = "model_name_or_path" in names and bool(names & own)
+        return (
+            0.91 if known and launch.program in ("python", "torchrun", "accelerate", "deepspeed", "") else 0.0
+        )
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file or a command line."""
+        from fsdptool.config.dialects.trainer.run import describe
+
+        return describe(file)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return TrainingArguments as JSON (``HfArgumentParser.parse_json_file`` reads them).

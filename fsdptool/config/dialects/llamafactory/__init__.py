@@ -14,6 +14,8 @@ from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 _OWN = frozenset(
@@ -37,6 +39,27 @@ class LlamaFactory(Trainer):
         if len(keys & _OWN) >= 2 and "base_model" not in keys:
             return 1.0
         return 0.95 if "dist_config" in keys and len(keys & _V1) >= 2 else 0.0
+
+    def describes(self, root: Node) -> float:
+        """Return :meth:`matches`, and the v1 format without ``dist_config`` as well."""
+        keys = {str(entry.key) for entry in root.entries}
+        if "model" in keys and len(keys & (_V1 | {"micro_batch_size", "peft_config"})) >= 3:
+            return 1.0
+        if "model_name_or_path" not in keys or keys & {"export_dir", "infer_backend"}:
+            return 0.0
+        return 1.0 if {"stage", "finetuning_type"} & keys or len(keys & _OWN) >= 2 else 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line is ``llamafactory-cli train`` or its script."""
+        if launch.program in ("llamafactory-cli", "lmf") or launch.script.startswith("llamafactory."):
+            return 1.0
+        return 1.0 if {"stage", "finetuning_type"} & names and "model_name_or_path" in names else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file or a command line."""
+        from fsdptool.config.dialects.llamafactory.run import describe
+
+        return describe(file)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.dialects.trainer import (
+    ARGUMENTS,
     CANNOT,
     KEYS,
     Trainer,
@@ -23,6 +24,8 @@ from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 _LAUNCH = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -38,6 +41,12 @@ _OWN = frozenset([
 _OTHERS = frozenset({"stage", "finetuning_type", "base_model", "accelerate_launch_args"})
 """Keys of LLaMA-Factory, axolotl and fms-hf-tuning, which share many of the others."""
 
+_OF_RUNS = _OWN | {
+    "max_prompt_length", "reward_funcs", "dataset_mixture", "load_in_4bit", "load_in_8bit", "torch_dtype",
+    "dtype", "reward_weights", "precompute_ref_log_probs", "dataset_id_or_path", "max_seq_length",
+    "padding_free",
+}  # fmt: skip
+"""Keys of TRL's trainers and of the scripts that are written around them."""
 _DPO_WITHOUT_LIGER = frozenset([
     "hinge", "ipo", "exo_pair", "robust", "bco_pair", "aot", "aot_pair", "aot_unpaired", "discopop", "sft",
 ])  # fmt: skip
@@ -81,6 +90,29 @@ class Trl(Trainer):
         if "model_name_or_path" not in keys or keys & _OTHERS:
             return 0.0
         return 0.97 if len(keys & _OWN) >= 2 else 0.0
+
+    def describes(self, root: Node) -> float:
+        """Return how surely the mapping is a run of one of TRL's trainers, or of a script around them."""
+        keys = {str(entry.key) for entry in root.entries}
+        if keys & _OTHERS or "model_name_or_path" not in keys:
+            return 0.0
+        own = keys & _OF_RUNS
+        if not own or (len(own) < 2 and not keys & (ARGUMENTS | {"report_to"})):
+            return 0.0
+        return 0.97 if len(own) > 1 or keys & ARGUMENTS else 0.92
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line is ``trl sft``, or a script with TRL's flags."""
+        if launch.program == "trl" or launch.script.startswith("trl.") or ".trl." in f".{launch.script}":
+            return 1.0
+        known = names & {"model_name_or_path", "model_name"} and not names & (_OTHERS | {"model_max_length"})
+        return 0.95 if known and len(names & _OF_RUNS) >= 2 else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file or a command line."""
+        from fsdptool.config.dialects.trl.run import describe
+
+        return describe(file)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

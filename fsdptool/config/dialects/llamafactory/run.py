@@ -1,0 +1,161 @@
+"""The run that a LLaMA-Factory file describes, in either of its formats.
+
+Sources: LLaMA-Factory 0.9.5 ``hparams/`` (keys), ``model/adapter.py:313`` (what is upcast),
+``model/loader.py``, ``model/model_utils/quantization.py:166``, ``model/model_utils/liger_kernel.py:94``; v1
+``core/model_engine.py``, ``core/utils/batching.py:93``, ``plugins/trainer_plugins/distributed/fsdp2.py:176``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdptool.config.dialects.llamafactory.run_keys import KEYS, V1
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
+from fsdptool.config.dialects.trainer.run import arguments
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_OBJECTIVES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "dpo", "kto": "kto"}
+_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
+              "disabled": "eager"}  # fmt: skip
+_OPTIMIZERS = {
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_badam": "badam",
+    "use_adam_mini": "adam_mini", "use_muon": "muon",
+}  # fmt: skip
+"""Switches that replace ``optim`` (train/trainer_utils.py:create_custom_optimizer)."""
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file."""
+    if "model_name_or_path" not in file.data and "model" in file.data:
+        return _describe_v1(file)
+    read = RunReader(file, KEYS)
+    stage = read.text("stage") or "sft"
+    kind = (read.text("finetuning_type") or "lora").lower()
+    pure = read.flag("pure_bf16")
+    facts = arguments(read)
+    read.use(
+        "gradient_checkpointing",
+        "lora_alpha",
+        "do_train",
+        "freeze_vision_tower",
+        "freeze_multi_modal_projector",
+    )
+    if pure:
+        facts["compute_dtype"] = "bf16"
+    facts["gradient_checkpointing"] = "none" if read.flag("disable_gradient_checkpointing") else "full"
+    facts["fused_loss"] = "liger" if read.flag("enable_liger_kernel") and stage in ("pt", "sft") else "none"
+    adapter = kind in ("lora", "oft")
+    bits = read.whole("quantization_bit")
+    stored = "checkpoint" if pure or read.flag("use_badam") else "fp32"
+    optimizer = facts["optimizer"]
+    for switch, name in _OPTIMIZERS.items():
+        if read.flag(switch):
+            layerwise = read.flag(f"{switch.removeprefix('use_')}_layerwise")
+            optimizer = f"{name}_layerwise" if layerwise else name
+    facts["optimizer"] = optimizer
+    sharded = facts["fsdp"] != "none"
+    rows = read.value("packing", "neat_packing")
+    if rows is None:
+        rows = read.default("packing", stage == "pt", "hparams/parser.py:520: on for stage pt")
+    losses = read.text("pref_loss") if stage == "dpo" else None
+    if not read.flag("do_train"):
+        read.problems.append("do_train is not true: LLaMA-Factory would train nothing")
+    return read.describe(
+        **facts,
+        model=read.text("model_name_or_path"),
+        method="qlora" if adapter and bits == 4 else "lora8bit" if adapter and bits == 8 else kind,
+        lora_rank=read.whole("lora_rank") if kind == "lora" else None,
+        lora_targets=_targets(read) if kind == "lora" else None,
+        base_dtype="checkpoint",
+        quantisation=_quantisation(read, bits),
+        stored_dtype=stored,
+        reduce_dtype=facts["compute_dtype"] if sharded else stored,
+        objective=losses if losses in ("orpo", "simpo") else _OBJECTIVES.get(stage, stage),
+        sequence_length=read.whole("cutoff_len"),
+        packing=bool(rows) and stage in ("pt", "sft"),
+        optimizer_state_bits=None
+        if (optimizer or "").startswith(("galore", "apollo"))
+        else state_bits(optimizer, stored),
+        attention=_ATTENTION.get(read.text("flash_attn") or "auto", "sdpa"),
+    )
+
+
+def _targets(read: RunReader) -> tuple[str, ...] | str | None:
+    named = read.names("lora_target")
+    return "all-linear" if named == "all" else (named,) if isinstance(named, str) else named
+
+
+def _quantisation(read: RunReader, bits: int | None) -> str:
+    if bits is None:
+        return "none"
+    if bits == 8:
+        return "bnb int8"
+    double = "no double" if read.raw("double_quantization") is False else "double"
+    read.use("double_quantization")
+    return f"bnb nf{bits}, {double} quantisation, storage = compute dtype"
+
+
+def _describe_v1(file: RunFile) -> DescribedRun:
+    """Return the run of a file in the v1 format: full training stores fp32, and FSDP2 reduces in fp32."""
+    read = RunReader(file, V1)
+    dist = read.raw("dist_config")
+    read.use("dist_config.name", "dist_config.reshard_after_forward", "dist_config.offload_params")
+    dist = dist if isinstance(dist, Mapping) else {}
+    fsdp = dist.get("name") == "fsdp2"
+    cp = read.whole("dist_config.cp_size", "cp_size") or 1
+    read.use("dist_config.cp_mode", "cp_mode")
+    mesh = DescribedMesh(cp=cp)
+    micro = read.whole("micro_batch_size")
+    wanted = read.whole("global_batch_size")
+    processes = file.launch.processes
+    accumulation: int | None = 1
+    if wanted is not None and micro:
+        accumulation = wanted // (micro * max(1, processes // cp)) if processes else None
+    strategy = (read.text("batching_strategy") or "normal").lower()
+    if strategy.startswith("dynamic"):
+        read.notes.append("a micro-batch is filled up to micro_batch_size x cutoff_len tokens")
+    peft = read.raw("peft_config")
+    read.use("peft_config", "quant_config")
+    adapter = isinstance(peft, Mapping) and peft.get("name") == "lora"
+    quantised = isinstance(read.raw("quant_config"), Mapping)
+    compute = "bf16" if read.flag("bf16") else "fp32"
+    targets = peft.get("target_modules") if isinstance(peft, Mapping) else None
+    attention = read.text("flash_attn") or "sdpa"
+    optimizer = read.raw("optim_config")
+    named = optimizer.get("name") if isinstance(optimizer, Mapping) else None
+    read.value("optim_config")
+    steps = read.whole("max_steps")
+    return read.describe(
+        model=read.text("model"),
+        method="qlora" if adapter and quantised else "lora" if adapter else "full",
+        lora_rank=peft.get("r") if adapter and isinstance(peft, Mapping) else None,
+        lora_targets=tuple(targets)
+        if isinstance(targets, list)
+        else "all-linear"
+        if targets == "all"
+        else targets,
+        base_dtype="checkpoint",
+        quantisation="bnb nf4" if quantised else "none",
+        stored_dtype="fp32",
+        compute_dtype=compute,
+        reduce_dtype="fp32",
+        objective=file.launch.verb if file.launch.verb in ("dpo", "rm") else "sft",
+        sequence_length=read.whole("cutoff_len"),
+        packing="padding_free" in strategy,
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=wanted or global_batch(micro, accumulation, processes, mesh),
+        optimizer=named or "adamw_torch",
+        optimizer_state_bits=32,
+        gradient_checkpointing="full" if read.flag("enable_activation_checkpointing") else "none",
+        attention={"fa2": "flash_attention_2"}.get(attention, attention),
+        fused_loss="none",
+        compile=False,
+        processes=processes,
+        fsdp=2 if fsdp else "none",
+        reshard=dist.get("reshard_after_forward", True) if fsdp else None,
+        cpu_offload=bool(dist.get("offload_params", False)),
+        mesh=mesh,
+        steps=steps,
+        epochs=read.number("num_train_epochs"),
+    )

@@ -1,0 +1,197 @@
+"""What TrainingArguments say of a run, and the runs of scripts that take nothing else.
+
+Sources: transformers 5.24.0 ``training_args.py``, ``modeling_utils.py:4183`` (dtype of loading), its
+``examples/pytorch/language-modeling/run_clm.py``; accelerate 1.15 ``accelerator.py``,
+``utils/fsdp_utils.py`` (what is upcast); the scripts of stanford_alpaca and FastChat, which many others copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_OF_4 = ("evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
+"""Arguments that transformers 5 does not have, though 4.x did."""
+_EAGER = ("bloom",)
+"""Models that had no other attention than eager in transformers 4."""
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a script that takes TrainingArguments."""
+    old = any(key in file.data for key in _OF_4)
+    read = RunReader(file, replace(KEYS, version=file.version or (OLD if old else KEYS.version)))
+    model = read.text("model_name_or_path")
+    common = arguments(read, old=old)
+    if model is None:
+        read.notes.append("a file of arguments alone names no model, no length and no method")
+        return read.describe(**{**common, "optimizer_state_bits": _bits_alone(common)})
+    base = dtype_word(read.text("dtype", "torch_dtype"))
+    if base is None:
+        base = "fp32" if old else "checkpoint"
+        source = "modeling_utils.py:4183: float32 before transformers 5, then as the checkpoint is stored"
+        read.default("dtype", base, source)
+    stored = "fp32" if common["fsdp"] != "none" and common["compute_dtype"] != "fp32" else base
+    length, packing, objective = _texts(read, file.launch.script)
+    adapter = _adapter(read)
+    if adapter["method"] != "full":
+        stored = "fp32"
+    common |= adapter
+    return read.describe(
+        **common,
+        model=model,
+        base_dtype=base,
+        stored_dtype=stored,
+        reduce_dtype=common["compute_dtype"] if common["fsdp"] != "none" else stored,
+        objective=objective,
+        sequence_length=length,
+        packing=packing,
+        optimizer_state_bits=state_bits(common["optimizer"], stored),
+        attention=_attention(read, file.launch.script, model, old),
+    )
+
+
+def _bits_alone(common: Mapping[str, Any]) -> int | None:
+    """Return the bits of states that do not follow the dtype of weights, which is not known here."""
+    return state_bits(common["optimizer"], None)
+
+
+def _adapter(read: RunReader) -> dict[str, Any]:
+    """Return the method, by the flags that scripts with peft share (alpaca-lora, FastChat's train_lora)."""
+    if not (read.flag("use_lora") or read.flag("use_peft") or read.flag("lora_enable")):
+        return {"method": "full", "quantisation": "none"}
+    four = read.flag("load_in_4bit") or read.flag("q_lora") or read.whole("bits") == 4
+    return {
+        "method": "qlora" if four else "lora",
+        "quantisation": "bnb nf4" if four else "none",
+        "lora_rank": read.whole("lora_r", "lora_rank"),
+        "lora_targets": read.names("lora_target_modules", "lora_target"),
+    }
+
+
+def _texts(read: RunReader, script: str) -> tuple[int | None, bool, str]:
+    """Return the length, whether rows are full, and the objective of a script's texts."""
+    name = script.rpartition(".")[2]
+    if "run_clm" in name or read.has("block_size") or read.has("train_file"):
+        length = read.whole("block_size")
+        if length is None:
+            source = "run_clm.py: the tokenizer's maximum, at most min(1024, max_position_embeddings)"
+            length = read.default("block_size", 1024, source)
+        return length, True, "pretrain"
+    length = read.whole("model_max_length", "max_seq_length", "max_length", "cutoff_len", "max_source_length")
+    if length is None:
+        length = read.default(
+            "model_max_length", 512, "stanford_alpaca and FastChat train.py: TrainingArguments"
+        )
+    return length, False, "sft"
+
+
+def _attention(read: RunReader, script: str, model: str, old: bool) -> str:
+    named = read.text("attn_implementation")
+    if named is None and (script.endswith("train_mem") or read.flag("use_flash_attn")):
+        return "flash_attention_2"
+    if named is None and old and any(word in model.lower() for word in _EAGER):
+        return "eager"
+    return named or read.default("attn_implementation", "sdpa", "transformers' default")
+
+
+def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
+    """Return the facts that TrainingArguments decide.
+
+    Args:
+        read: The file.
+        old: Whether transformers 4 is meant: FSDP1 unless the file says otherwise.
+    """
+    launch = read.file.launch
+    micro = read.whole("per_device_train_batch_size", "per_gpu_train_batch_size")
+    accumulation = read.whole("gradient_accumulation_steps")
+    compute = "bf16" if read.flag("bf16") else "fp16" if read.flag("fp16") else None
+    if compute is None:
+        compute = dtype_word(launch.mixed_precision) or "fp32"
+    sharding = fsdp(read, old=old)
+    recomputes = read.flag("activation_checkpointing") or read.flag("gradient_checkpointing")
+    steps = read.whole("max_steps")
+    if "optim" not in read.data and old:
+        optimizer: str | None = read.default("optim", "adamw_torch", "transformers 4.x training_args.py")
+    else:
+        optimizer = read.text("optim")
+    if read.raw("deepspeed") or launch.deepspeed:
+        read.notes.append(
+            "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp with fsdp_config version 2"
+        )
+    mesh = DescribedMesh()
+    recomputes = sharding.pop("checkpoints") or recomputes
+    return {
+        "micro_batch": micro,
+        "accumulation": accumulation,
+        "global_batch": global_batch(micro, accumulation, launch.processes, mesh),
+        "optimizer": optimizer,
+        "compute_dtype": compute,
+        "gradient_checkpointing": "full" if recomputes else "none",
+        "fused_loss": "liger" if read.flag("use_liger_kernel") else "none",
+        "compile": read.flag("torch_compile"),
+        "processes": launch.processes,
+        "mesh": mesh,
+        "steps": steps if steps is not None and steps > 0 else None,
+        "epochs": read.number("num_train_epochs"),
+        **sharding,
+    }
+
+
+def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
+    """Return the sharding of ``fsdp`` and ``fsdp_config``, or of the launcher.
+
+    Besides the facts, ``checkpoints`` says whether FSDP's own activation checkpointing is on.
+    """
+    launch = read.file.launch
+    words = read.value("fsdp")
+    text = " ".join(words) if isinstance(words, list) else str(words or "")
+    on = bool(words) and text.lower() not in ("false", "none", "", "[]")
+    block = read.raw("fsdp_config")
+    if isinstance(block, str):
+        read.use("fsdp_config")
+        named = block
+        block = read.file.beside(named)
+        if block is None:
+            read.problems.append(f"fsdp_config {named} is not read: what it sets is not known")
+    if not on and not launch.fsdp:
+        return {
+            "fsdp": "none",
+            "wrap_classes": None,
+            "reshard": None,
+            "cpu_offload": False,
+            "checkpoints": False,
+        }
+    if not on:
+        return {
+            "fsdp": launch.fsdp,
+            "wrap_classes": launch.wrap_classes,
+            "reshard": launch.reshard,
+            "cpu_offload": launch.cpu_offload,
+            "checkpoints": launch.checkpointing,
+        }
+    config = block if isinstance(block, Mapping) else {}
+
+    def get(name: str) -> Any:
+        for key in (name, f"fsdp_{name}"):
+            if key in config:
+                read.use(f"fsdp_config.{key}")
+                return config[key]
+        return None
+
+    version = 2 if str(get("version") or (1 if old else 2)).startswith("2") else 1
+    wrapped = get("transformer_layer_cls_to_wrap") or read.value("fsdp_transformer_layer_cls_to_wrap")
+    listed = wrapped if isinstance(wrapped, list) else str(wrapped).split(",") if wrapped else []
+    reshard = get("reshard_after_forward")
+    shards = "full_shard" in text or "hybrid_shard" in text if version == 1 else True
+    return {
+        "fsdp": version,
+        "wrap_classes": tuple(str(item).strip() for item in listed) or None,
+        "reshard": shards if reshard is None or version == 1 else bool(reshard),
+        "cpu_offload": "offload" in text or bool(get("cpu_offload") or get("offload_params")),
+        "checkpoints": bool(get("activation_checkpointing")),
+    }

@@ -1,0 +1,183 @@
+"""The run that a TRL file or command line describes.
+
+Sources: TRL 1.16.0 ``trainer/model_config.py``, ``trainer/base_config.py``, ``trainer/utils.py:261-277``
+(quantisation), ``trainer/sft_trainer.py:1127``, ``trainer/dpo_trainer.py:939`` (losses in chunks); TRL
+0.18.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.config.dialects.run_reader import (
+    RunFile,
+    RunReader,
+    dtype_word,
+    global_batch,
+    names,
+    state_bits,
+)
+from fsdptool.config.dialects.trainer.run import arguments
+from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS
+from fsdptool.records.described_run import DescribedRun
+
+_OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
+"""Keys of 0.18 that 1.16 refuses and that decide the run."""
+_DPO_LOSSES = names("""
+    sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired apo_zero
+    apo_down discopop
+""")
+_OBJECTIVES = (
+    "sft",
+    "dpo",
+    "grpo",
+    "kto",
+    "reward",
+    "rloo",
+    "orpo",
+    "cpo",
+    "gkd",
+    "nash_md",
+    "online_dpo",
+    "ppo",
+)
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file or a command line."""
+    old = any(key in file.data for key in _OF_0_18)
+    keys = replace(KEYS, version=OLD, defaults={**KEYS.defaults, **OLD_DEFAULTS}) if old else KEYS
+    if file.launch.program == "python":  # how many processes the script is given is not said
+        file = replace(file, launch=replace(file.launch, processes=None))
+    read = RunReader(file, replace(keys, version=file.version or keys.version))
+    objective = _objective(read)
+    facts = arguments(read)
+    _accelerate(read, facts)
+    if read.flag("fp16"):
+        facts["compute_dtype"] = "fp16"
+    base = dtype_word(read.value("dtype", "torch_dtype")) or "fp32"
+    four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
+    adapter = read.flag("use_peft") or four or eight
+    stored = base
+    if adapter:
+        # peft upcasts adapters to fp32; on a quantised base TRL casts them to bf16 (QLoRA).
+        stored = "bf16" if four or eight else "fp32"
+    if facts["fsdp"] != "none" and facts["compute_dtype"] != "fp32":
+        stored = "fp32"
+    reduce = facts["compute_dtype"] if facts["fsdp"] != "none" else stored
+    optimizer = facts["optimizer"]
+    read.use("lora_alpha")
+    return read.describe(
+        **{**facts, "fused_loss": _fused_loss(read, objective, old)},
+        model=read.text("model_name_or_path", "model_name"),
+        method="qlora" if four else "lora8bit" if eight else "lora" if adapter else "full",
+        lora_rank=read.whole("lora_r") if adapter else None,
+        lora_targets=_targets(read) if adapter else None,
+        lora_modules_to_save=_saved(read),
+        base_dtype=base,
+        quantisation=_quantisation(read, base, old),
+        stored_dtype=stored,
+        reduce_dtype=reduce,
+        objective=objective,
+        sequence_length=_length(read, objective),
+        packing=objective == "sft" and read.flag("packing"),
+        optimizer_state_bits=state_bits(optimizer, stored),
+        activation_offloading=read.flag("activation_offloading"),
+        attention=read.text("attn_implementation")
+        or read.default("attn_implementation", "sdpa", "transformers"),
+    )
+
+
+def _saved(read: RunReader) -> tuple[str, ...]:
+    named = read.names("lora_modules_to_save")
+    return (named,) if isinstance(named, str) else named or ()
+
+
+def _targets(read: RunReader) -> tuple[str, ...] | str:
+    named = read.names("lora_target_modules")
+    if named is None:
+        read.default(
+            "lora_target_modules", "q_proj, v_proj", "peft utils/constants.py, for most language models"
+        )
+        return "q_proj", "v_proj"
+    return named
+
+
+def _quantisation(read: RunReader, base: str, old: bool) -> str:
+    if read.flag("load_in_8bit"):
+        return "bnb int8"
+    if not read.flag("load_in_4bit"):
+        return "none"
+    kind = read.text("bnb_4bit_quant_type") or "nf4"
+    double = "double" if read.flag("use_bnb_nested_quant") else "no double"
+    storage = read.text("bnb_4bit_quant_storage") or (base if old else "uint8")
+    return f"bnb {kind}, {double} quantisation, storage {storage}"
+
+
+def _objective(read: RunReader) -> str:
+    """Return the trainer: the command, else what only one trainer reads."""
+    launch = read.file.launch
+    for word in (launch.verb, launch.script.rpartition(".")[2]):
+        if word in _OBJECTIVES:
+            return word
+    if read.has("num_generations") or read.has("reward_funcs") or read.has("max_completion_length"):
+        return "grpo"
+    read.use("loss_type")
+    if read.has("desirable_weight"):
+        return "kto"
+    if read.has("beta") or read.raw("loss_type") in _DPO_LOSSES:
+        return "dpo"
+    return "reward" if read.has("center_rewards_coefficient") else "sft"
+
+
+def _length(read: RunReader, objective: str) -> int | None:
+    if objective not in ("grpo", "rloo"):
+        return read.whole("max_length", "max_seq_length")
+    read.use("num_generations", "beta")
+    prompt, completion = read.whole("max_prompt_length"), read.whole("max_completion_length")
+    if prompt is None or completion is None:
+        read.notes.append("the length of prompts is not in the file: give --seq-len (prompt and completion)")
+        return None
+    return prompt + completion
+
+
+def _fused_loss(read: RunReader, objective: str, old: bool) -> str:
+    read.use("beta", "loss_type")
+    liger = read.flag("use_liger_kernel") or read.flag("use_liger")
+    if not old and objective in ("sft", "dpo"):
+        return "chunked"
+    return "liger" if liger else "none"
+
+
+def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
+    """Add what ``accelerate_config`` names: a configuration that TRL ships, or a file."""
+    processes = read.whole("num_processes")
+    if processes is not None:
+        facts["processes"] = processes
+        facts["global_batch"] = global_batch(
+            facts["micro_batch"], facts["accumulation"], processes, facts["mesh"]
+        )
+    named = read.text("accelerate_config")
+    if named is None or facts["fsdp"] != "none":
+        return
+    if named in ("fsdp1", "fsdp2"):
+        facts |= {"fsdp": int(named[-1]), "reshard": True, "cpu_offload": False}
+        return
+    if named.startswith("zero"):
+        read.notes.append(
+            f"DeepSpeed ({named}) is out of scope: the FSDP2 equivalent is accelerate_config: fsdp2"
+        )
+        return
+    data = read.file.beside(named)
+    if not isinstance(data, dict):
+        if named not in ("single_gpu", "multi_gpu"):
+            read.problems.append(f"accelerate_config {named} is not read: what it sets is not known")
+        return
+    block = data.get("fsdp_config") or {}
+    if str(data.get("distributed_type")).upper() == "FSDP":
+        facts |= {
+            "fsdp": 2 if str(block.get("fsdp_version", 1)) == "2" else 1,
+            "reshard": block.get("fsdp_reshard_after_forward", True) is not False,
+            "cpu_offload": bool(block.get("fsdp_offload_params")),
+        }

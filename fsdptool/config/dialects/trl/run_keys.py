@@ -1,0 +1,70 @@
+"""The keys of TRL's files beside TrainingArguments, by what they change.
+
+Source: TRL 1.16.0 ``trl/trainer/*_config.py``, ``trainer/model_config.py``, ``scripts/utils.py``; 0.18.0.
+"""
+
+from __future__ import annotations
+
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
+
+_OWN = """
+    model_revision lora_alpha lora_dropout lora_task_type dataset_name dataset_config dataset_train_split
+    dataset_test_split dataset_streaming datasets dataset_mixture dataset_text_field dataset_kwargs
+    dataset_num_proc dataset_batch_size streaming test_split_size chat_template chat_template_path eos_token
+    pad_token truncation_mode shuffle_dataset eval_packing completion_only_loss assistant_only_loss
+    trust_remote_code ignore_bias_buffers env num_machines machine_rank main_process_ip main_process_port
+    temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs epsilon
+    epsilon_high delta num_iterations reward_weights scale_rewards log_completions log_multimodal
+    num_completions_to_print log_unique_prompts log_completions_hub_repo mask_truncated_completions
+    vllm_server_* vllm_group_port vllm_structured_outputs_regex vllm_model_impl vllm_guided_decoding_regex
+    reward_funcs num_generations_eval label_smoothing desirable_weight undesirable_weight max_prompt_length
+    ld_alpha f_divergence_type f_alpha_divergence_coef discopop_tau loss_weights use_weighting
+    multi_objective_aggregation system_prompt dataset_prompt_column include_tokens_per_second benchmarks
+    sapo_* vespo_* importance_sampling_level vllm_importance_sampling_* off_policy_mask_threshold
+    use_bias_correction_kl entropy_* normalize_advantages reward_clip_range max_tool_calling_iterations
+    sync_ref_model ref_model_mixup_alpha ref_model_sync_steps center_rewards_coefficient disable_dropout
+    bnb_4bit_quant_type bnb_4bit_quant_storage ds3_gather_for_generation callbacks
+"""
+KEYS = RunKeys(
+    program="trl",
+    version="1.16.0",
+    defaults={
+        **DEFAULTS,
+        "gradient_checkpointing": (True, "trl/trainer/base_config.py:62"),
+        "bf16": (True, "trl/trainer/base_config.py:108: unless fp16"),
+        "dtype": ("float32", "trl/trainer/model_config.py:89"),
+        "max_length": (1024, "trl/trainer/sft_config.py"),
+        "packing": (False, "trl/trainer/sft_config.py"),
+        "lora_r": (16, "trl/trainer/model_config.py:103"),
+        "num_generations": (8, "trl/trainer/grpo_config.py"),
+        "max_completion_length": (512, "trl/trainer/grpo_config.py"),
+        "activation_offloading": (False, "trl/trainer/sft_config.py"),
+    },
+    memory=MEMORY
+    | sides(
+        less="padding_free lora_target_parameters use_logits_to_keep precompute_ref_log_probs",
+        more="""
+    use_vllm vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_tensor_parallel_size
+    vllm_max_model_length use_dora cast_lm_head_to_fp32 use_transformers_continuous_batching
+    use_transformers_paged reward_model_path
+""",
+        either="""
+    model_init_kwargs pad_to_multiple_of generation_batch_size steps_per_generation cache_implementation
+    transformers_continuous_batching_config liger_loss use_liger_loss
+""",
+    ),
+    time=TIME | frozenset({"vllm_mode", "precompute_ref_batch_size"}),
+    numbers=NUMBERS | frozenset({"use_rslora", "router_aux_loss_coef"}),
+    no_effect=NO_EFFECT | names(_OWN),
+    unknown="refused",
+)
+OLD = "0.18.0"
+OLD_DEFAULTS = {
+    "gradient_checkpointing": (False, "transformers training_args.py (trl 0.18.0 adds none)"),
+    "bf16": (False, "transformers training_args.py (trl 0.18.0 adds none)"),
+    "dtype": ("float32", "modeling_utils.py: float32 before transformers 5"),
+    "max_prompt_length": (512, "trl 0.18.0 trl/trainer/grpo_config.py"),
+    "max_completion_length": (256, "trl 0.18.0 trl/trainer/grpo_config.py"),
+}
+"""What differs in the version that most files on the hub were written for."""
