@@ -26,6 +26,11 @@ from fsdptool.spelling import integer
 
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
 _HYDRA = re.compile(r"\+{0,2}~?([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
+_COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
+_SINGLE = frozenset(
+    {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
+)
+"""Flags of ``torchrun`` that take one value: what follows it is another word."""
 _NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)
 
 
@@ -81,7 +86,8 @@ def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tupl
     reader = _chosen({form: form.describes(root) for form in run_formats()}, program, source.path)
     if reader is None:
         return None
-    return reader, RunFile(_plain(root), beside=partial(_beside, files))
+    hints = f"{source.path or ''}\n{' '.join(_COMMENT.findall(source.text))}"
+    return reader, RunFile(_plain(root), hints=hints, beside=partial(_beside, files))
 
 
 def _of_command(text: str, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
@@ -180,6 +186,7 @@ def _arguments(words: Iterable[str]) -> tuple[dict[str, Any], list[tuple[str, An
             positional.append(word)
         elif data[current] is True:
             data[current] = word
+            current = None if current in _SINGLE else current
         else:
             before = data[current]
             data[current] = [*before, word] if isinstance(before, list) else [before, word]

@@ -23,7 +23,7 @@ WORDS = frozenset(
 """Facts that the index may hold as a sentence: compared only where it holds the word itself."""
 
 
-READ = ("axolotl", "llamafactory", "trainer", "trl")
+READ = ("axolotl", "llamafactory", "torchtitan", "torchtune", "trainer", "trl")
 """Folders of programs whose runs are read."""
 
 

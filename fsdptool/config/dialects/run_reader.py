@@ -30,6 +30,9 @@ DTYPES = {
 
 _WIDTH = {"bf16": 16, "fp16": 16, "fp32": 32}
 _INACTIVE = (None, False, 0, "", "none", "None", "no", "false", "False")
+_INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_DEPTH = 5
+"""Interpolations that are followed one after another."""
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]|\{\{")
 _TRUE, _FALSE = (
     frozenset({"true", "yes", "y", "t", "1", "on"}),
@@ -118,6 +121,9 @@ class RunFile:
     Attributes:
         data: The keys with their values; sections are mappings.
         launch: What starts the program.
+        hints: The comments of the text and the name of its file: where a program's file does not say what
+        reads
+            it, they may.
         version: Version of the program to judge for, or None for that of the program's table.
         environment: Variables that a script assigns before its command.
         beside: Reads a file that the keys name, as plain data; None where it cannot be read.
@@ -125,6 +131,7 @@ class RunFile:
 
     data: Mapping[str, Any]
     launch: Launch = Launch()
+    hints: str = ""
     version: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[str], Any] = lambda name: None
@@ -172,8 +179,21 @@ class RunReader:
         self.problems: list[str] = list(file.launch.problems)
 
     def raw(self, key: str) -> Any:
-        """Return the value of a key, or None; the key does not count as used."""
+        """Return the value of a key, or None; the key does not count as used.
+
+        ``${other.key}`` is the value of that key, as OmegaConf resolves it.
+        """
         self.asked.add(key)
+        value = self._at(key)
+        for _ in range(_DEPTH):
+            inner = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
+            found = self._at(inner.group(1)) if inner is not None else None
+            if found is None:
+                break
+            value = found
+        return value
+
+    def _at(self, key: str) -> Any:
         value: Any = self.data
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:

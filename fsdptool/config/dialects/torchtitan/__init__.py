@@ -21,8 +21,10 @@ from fsdptool.records.diagnostic import EffectiveDtypes
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.diagnostic import Edit
     from fsdptool.records.sharding import FsdpSettings
 
@@ -254,6 +256,21 @@ class Torchtitan(Dialect):
         from fsdptool.files.tree import parse_toml
 
         return parse_toml(source.text)
+
+    def describes(self, root: Node) -> float:
+        """Return how surely the mapping holds torchtitan's sections."""
+        sections = {str(entry.key) for entry in root.entries if entry.node.kind == "map"}
+        return 1.0 if {"model", "training"} <= sections and len(sections & set(_SECTIONS)) > 3 else 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line starts torchtitan."""
+        return 1.0 if launch.program == "torchtitan" or launch.script.startswith("torchtitan.") else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file."""
+        from fsdptool.config.dialects.torchtitan.run import describe
+
+        return describe(file)
 
     def read(self, lint: LintContext) -> None:
         """Read the sections on training, mesh and checkpointing into facts."""

@@ -19,6 +19,8 @@ from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.records.described_run import DescribedRun
 
 _SWITCHES = {
     "fsdp_cpu_offload": ("cpu_offload", False),
@@ -66,6 +68,16 @@ class Torchtune(Dialect):
         entry = root.get("model")
         component = entry.node.get("_component_") if entry is not None and entry.node.kind == "map" else None
         return 1.0 if component is not None and str(component.node.value).startswith("torchtune.") else 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return 1 for ``tune run``."""
+        return 1.0 if launch.program == "tune" else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file."""
+        from fsdptool.config.dialects.torchtune.run import describe
+
+        return describe(file)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

@@ -1,0 +1,127 @@
+"""The run that a torchtune file describes.
+
+Source: torchtune 0.6.1 ``recipes/full_finetune_distributed.py``, ``recipes/lora_finetune_distributed.py``,
+``torchtune/training/_distributed.py:470`` (units), ``torchtune/modules/low_precision`` (nf4).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.config.dialects.torchtune.run_keys import KEYS, MODELS
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_DISTRIBUTED = (
+    "fsdp_cpu_offload", "fsdp_reshard_after_forward", "custom_sharded_layers", "tensor_parallel_dim",
+    "data_parallel_shard_dim", "data_parallel_replicate_dim", "context_parallel_dim", "fsdp",
+)  # fmt: skip
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file or of ``tune run``."""
+    read = RunReader(file, KEYS)
+    builder = read.text("model._component_") or ""
+    name = builder.rpartition(".")[2]
+    plain = re.sub(r"^(?:q?lora|dora)_", "", name)
+    plain = re.sub(r"_(?:instruct|base)$", "", plain)
+    quantised = name.startswith("qlora_") or read.flag("model.quantize_base")
+    adapter = quantised or name.startswith(("lora_", "dora_"))
+    dtype = dtype_word(read.text("dtype"))
+    distributed, processes = _recipe(read, file)
+    micro, accumulation = read.whole("batch_size"), read.whole("gradient_accumulation_steps")
+    mesh = _mesh(read) if distributed else DescribedMesh()
+    optimizer = read.text("optimizer._component_")
+    recomputes = read.flag("enable_activation_checkpointing")
+    selective = not recomputes and read.text("ac_mode") is not None
+    selective = selective and read.raw("ac_option") is not None
+    read.use("ac_option")
+    packed = read.flag("dataset.packed")
+    loss = (read.text("loss._component_") or "").rpartition(".")[2]
+    layers = read.names("custom_sharded_layers")
+    listed = (layers,) if isinstance(layers, str) else layers or ()
+    length = read.whole("tokenizer.max_seq_len")
+    if length is None:
+        read.notes.append("tokenizer.max_seq_len is empty: samples are not cut, so the length is in the data")
+    steps = read.whole("max_steps_per_epoch")
+    return read.describe(
+        model=builder or None,
+        family=MODELS.get(plain),
+        method="qlora" if quantised else "lora" if adapter else "full",
+        lora_rank=read.whole("model.lora_rank") if adapter else None,
+        lora_targets=_targets(read) if adapter else None,
+        base_dtype=dtype,
+        quantisation="torchao nf4 (block 64, scalers int8 in blocks of 256)" if quantised else "none",
+        stored_dtype=dtype,
+        compute_dtype=dtype,
+        reduce_dtype=dtype,
+        objective=_objective(read, loss),
+        sequence_length=length,
+        packing=packed,
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=global_batch(micro, accumulation, processes, mesh),
+        optimizer=optimizer,
+        optimizer_state_bits=state_bits((optimizer or "").rpartition(".")[2], dtype),
+        gradient_checkpointing="full" if recomputes else "selective" if selective else "none",
+        activation_offloading=read.flag("enable_activation_offloading"),
+        attention="flex_attention" if packed else "sdpa",
+        fused_loss="chunked" if "Chunked" in loss or loss.startswith("Linear") else "none",
+        compile=read.flag("compile"),
+        processes=processes,
+        fsdp=2 if distributed else "none",
+        wrap_classes=("every module named *.layers.<i>", *listed) if distributed else None,
+        reshard=read.flag("fsdp_reshard_after_forward") if distributed else None,
+        cpu_offload=distributed and read.flag("fsdp_cpu_offload"),
+        mesh=mesh,
+        steps=steps,
+        epochs=read.number("epochs"),
+    )
+
+
+def _recipe(read: RunReader, file: RunFile) -> tuple[bool, int | None]:
+    """Return whether a distributed recipe reads the file, and the number of processes, where that is said."""
+    named = " ".join(map(str, file.data)) if file.launch.program == "tune" else ""
+    words = f"{file.launch.verb} {named} {file.hints}".replace("multi-device", "distributed")
+    first = re.search(r"single[_ ]device|distributed", words)
+    if any(read.has(key) for key in _DISTRIBUTED):
+        distributed = True
+    elif read.flag("optimizer_in_bwd") and "bitsandbytes" in str(read.raw("optimizer._component_")):
+        distributed = False
+    elif first is not None:
+        distributed = first.group() == "distributed"
+    else:
+        distributed = False
+        read.notes.append("the file does not say which recipe reads it: taken for one of a single device")
+    ranks = file.launch.processes or read.whole("nproc_per_node")
+    return distributed, ranks if distributed else 1
+
+
+def _mesh(read: RunReader) -> DescribedMesh:
+    shard, replicate = read.whole("data_parallel_shard_dim"), read.whole("data_parallel_replicate_dim")
+    return DescribedMesh(
+        dp_replicate=replicate or 1,
+        dp_shard=shard or -1,
+        cp=read.whole("context_parallel_dim") or 1,
+        tp=read.whole("tensor_parallel_dim") or 1,
+    )
+
+
+def _targets(read: RunReader) -> tuple[str, ...]:
+    named: Any = read.value("model.lora_attn_modules") or ()
+    layers = [*map(str, named)] if isinstance(named, list | tuple) else [str(named)]
+    if read.flag("model.apply_lora_to_mlp"):
+        layers += ["w1", "w2", "w3"]
+    if read.flag("model.apply_lora_to_output"):
+        layers.append("output")
+    return tuple(layers)
+
+
+def _objective(read: RunReader, loss: str) -> str:
+    if read.has("teacher_model"):
+        return "distillation"
+    if "DPO" in loss or "Rso" in loss or "SimPO" in loss:
+        return "dpo"
+    component = str(read.raw("dataset._component_") or "")
+    return "pretrain" if "text_completion" in component else "sft"
