@@ -42,17 +42,17 @@ KEYS = RunKeys(
 )
 
 MODELS = {
-    "code_llama2_34b": "codellama:34b", "gemma_2b": "gemma:2b", "gemma_7b": "gemma:7b", "gemma2_2b": "gemma2:2b",
-    "gemma2_9b": "gemma2:9b", "llama2_7b": "llama2:7b", "llama2_13b": "llama2:13b", "llama2_70b": "llama2:70b",
-    "llama3_8b": "llama3:8b", "llama3_70b": "llama3:70b", "llama3_1_8b": "llama3.1:8b",
-    "llama3_1_70b": "llama3.1:70b", "llama3_1_405b": "llama3.1:405b", "llama3_2_1b": "llama3.2:1b",
-    "llama3_3_70b": "llama3.3:70b", "llama3_2_vision_11b": "mllama:11b-vision-instruct",
-    "llama3_2_vision_90b": "mllama:90b-vision-instruct", "llama4_scout_17b_16e": "llama4:scout-17b-16e",
-    "mistral_7b": "mistral:7b-v0.1", "phi3_mini": "phi3:mini-4k", "phi4_14b": "phi4:14b",
-    "qwen2_7b": "qwen2:7b", "qwen2_0_5b": "qwen2:0.5b", "qwen2_5_0_5b": "qwen2.5:0.5b",
-    "qwen2_5_1_5b": "qwen2.5:1.5b", "qwen2_5_3b": "qwen2.5:3b", "qwen2_5_7b": "qwen2.5:7b",
-    "qwen2_5_32b": "qwen2.5:32b", "qwen2_5_72b": "qwen2.5:72b", "qwen3_0_6b": "qwen3:0.6b",
-    "qwen3_1_7b": "qwen3:1.7b", "qwen3_4b": "qwen3:4b", "qwen3_8b": "qwen3:8b", "qwen3_14b": "qwen3:14b",
-    "qwen3_32b": "qwen3:32b",
+    "code_llama2_34b": "codellama:34b", "gemma_2b": "gemma:2b", "gemma_7b": "gemma:7b",
+    "gemma2_2b": "gemma2:2b", "gemma2_9b": "gemma2:9b", "llama2_7b": "llama2:7b",
+    "llama2_13b": "llama2:13b", "llama2_70b": "llama2:70b", "llama3_8b": "llama3:8b",
+    "llama3_70b": "llama3:70b", "llama3_1_8b": "llama3.1:8b", "llama3_1_70b": "llama3.1:70b",
+    "llama3_1_405b": "llama3.1:405b", "llama3_2_1b": "llama3.2:1b", "llama3_3_70b": "llama3.3:70b",
+    "llama3_2_vision_11b": "mllama:11b-vision-instruct", "llama3_2_vision_90b": "mllama:90b-vision-instruct",
+    "llama4_scout_17b_16e": "llama4:scout-17b-16e", "mistral_7b": "mistral:7b-v0.1",
+    "phi3_mini": "phi3:mini-4k", "phi4_14b": "phi4:14b", "qwen2_7b": "qwen2:7b",
+    "qwen2_0_5b": "qwen2:0.5b", "qwen2_5_0_5b": "qwen2.5:0.5b", "qwen2_5_1_5b": "qwen2.5:1.5b",
+    "qwen2_5_3b": "qwen2.5:3b", "qwen2_5_7b": "qwen2.5:7b", "qwen2_5_32b": "qwen2.5:32b",
+    "qwen2_5_72b": "qwen2.5:72b", "qwen3_0_6b": "qwen3:0.6b", "qwen3_1_7b": "qwen3:1.7b",
+    "qwen3_4b": "qwen3:4b", "qwen3_8b": "qwen3:8b", "qwen3_14b": "qwen3:14b", "qwen3_32b": "qwen3:32b",
 }  # fmt: skip
-"""Name of a builder, without ``lora_``, ``qlora_``, ``_base`` and ``_instruct``, and the size of the catalogue."""
+"""Builder, without ``lora_``, ``qlora_``, ``_base`` and ``_instruct``, and the size of the catalogue."""
