@@ -66,6 +66,19 @@ def family_of_name(name: str) -> tuple[str | None, str | None]:
     return best[0], f"{name} is taken for {best[0]} ({best[1]}) by its name"
 
 
+def layer_classes_of(family: str | None) -> tuple[str, ...]:
+    """Return the classes of the layers of a size: as recorded, else by the naming of transformers."""
+    if family is None:
+        return ()
+    name, _, size = family.partition(":")
+    flavour = load_registry().get(name).flavours()[size]
+    recorded = flavour.facts.get("blocks")
+    if recorded:
+        return tuple(recorded)
+    named = re.sub(r"For\w+$", "DecoderLayer", flavour.model_class)
+    return (named,) if named != flavour.model_class else ()
+
+
 @cache
 def _known() -> dict[str, tuple[str, str]]:
     """Return the catalogue by plain names: the reference, and the hub id it was published under."""
@@ -86,6 +99,8 @@ def _plain(name: str) -> str:
 def _parts(name: str) -> list[str]:
     """Return the parts of a name that say its shapes."""
     base = re.sub(r"[_\s]+", "-", name.rstrip("/").rsplit("/", 1)[-1].lower())
+    base = re.sub(r"(?<![^-])qwen-(?=\d)", "qwen", base)
+    base = re.sub(r"(?<![^-])(llama|gemma)(?=\d)", r"\1-", base)
     kept = [part for part in base.split("-") if part and part not in _WITHOUT]
     kept = [part for part in kept if not re.fullmatch(r"2\d{3}", part)] or kept
     plain = "-".join(kept)

@@ -23,7 +23,9 @@ WORDS = frozenset(
 """Facts that the index may hold as a sentence: compared only where it holds the word itself."""
 
 
-READ = ("axolotl", "llamafactory", "torchtitan", "torchtune", "trainer", "trl")
+READ = (
+    "automodel", "axolotl", "llamafactory", "ms-swift", "torchtitan", "torchtune", "trainer", "trl", "verl",
+)  # fmt: skip
 """Folders of programs whose runs are read."""
 
 

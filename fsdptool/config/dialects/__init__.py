@@ -142,7 +142,11 @@ def load_registry() -> DialectRegistry:
     return registry
 
 
-_RUN_FORMATS: tuple[str, ...] = ()
+_RUN_FORMATS: tuple[str, ...] = (
+    "fsdptool.config.dialects.automodel:AutoModel",
+    "fsdptool.config.dialects.ms_swift:MsSwift",
+    "fsdptool.config.dialects.verl:Verl",
+)
 """Programs of whose files only the run is read: module and class, by a colon."""
 
 

@@ -314,7 +314,7 @@ class RunReader:
             found = next((what for what, names in effects if _covers(names, key)), None)
             inactive = value in _INACTIVE if not isinstance(value, list | dict) else not value
             if found is not None and not inactive:
-                side = self.keys.memory.get(key) if found == "memory" else None
+                side = _side(self.keys.memory, key) if found == "memory" else None
                 not_modelled.append(UnmodelledKey(key, found, side))
                 continue
             no_effect.append(key)
@@ -350,6 +350,12 @@ def _covers(names: Collection[str], key: str) -> bool:
     if key in names:
         return True
     return any(name.endswith("*") and key.startswith(name[:-1]) for name in names)
+
+
+def _side(table: Mapping[str, Side | None], key: str) -> Side | None:
+    if key in table:
+        return table[key]
+    return next((side for name, side in table.items() if _covers((name,), key)), None)
 
 
 def _must(key: str, must: str, value: Any) -> str:

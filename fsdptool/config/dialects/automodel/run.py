@@ -1,0 +1,177 @@
+"""The run that a NeMo AutoModel file describes, of its recipes for language and for diffusion.
+
+Source: NeMo AutoModel 36044ad3 ``recipes/_dist_utils.py``, ``recipes/diffusion/train.py``,
+``components/training/step_scheduler.py:119``, ``components/_peft/lora.py:85``, ``components/loss``,
+``components/distributed/parallelizer.py:1192-1280`` (units, resharding).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.dialects.automodel.run_keys import KEYS
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, state_bits
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.source.known_models import family_of_name, layer_classes_of
+
+_MOE = ("embedding", "each block", "routed experts (own unit, only if ranks > ep)", "lm_head", "root")
+_DENSE = ("every layer of every ModuleList", "root")
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file."""
+    read = RunReader(file, KEYS)
+    diffusion = any(name in file.data for name in ("flow_matching", "ddp", "fsdp")) and not read.has(
+        "dataset"
+    )
+    place = ("ddp" if "ddp" in file.data else "fsdp") if diffusion else "distributed"
+    model = read.text("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
+    if model is None and isinstance(read.raw("model.config"), str):
+        model = read.text("model.config")
+    stored = dtype_word(read.text("model.torch_dtype")) or "bf16"
+    adapter = isinstance(read.raw("peft"), dict)
+    four = read.flag("quantization.load_in_4bit")
+    mesh, processes = _mesh(read, place)
+    sharded = place != "ddp" and read.text(f"{place}.strategy") not in ("ddp", "megatron_fsdp")
+    micro, total, accumulation = _batch(read, mesh, processes)
+    optimizer, bits = _optimizer(read, stored)
+    compute = dtype_word(read.text("model.compute_dtype")) or "bf16" if diffusion else "bf16"
+    length = None if diffusion else _length(read)
+    packed = (read.whole("packed_sequence.packed_sequence_size") or 0) > 0
+    return read.describe(
+        model=model,
+        method="qlora" if adapter and four else "lora" if adapter else "full",
+        lora_rank=read.whole("peft.dim") if adapter else None,
+        lora_targets=_targets(read) if adapter else None,
+        base_dtype=stored if adapter else None,
+        quantisation="nf4" if four else "int8" if read.flag("quantization.load_in_8bit") else "none",
+        stored_dtype=stored,
+        compute_dtype=compute,
+        reduce_dtype=dtype_word(read.text(f"{place}.reduce_dtype")) or "fp32" if sharded else None,
+        objective=_objective(read, diffusion),
+        sequence_length=length,
+        packing=None if diffusion else packed,
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=total,
+        optimizer=optimizer,
+        optimizer_state_bits=bits,
+        gradient_checkpointing="full" if read.flag(f"{place}.activation_checkpointing") else "none",
+        attention=_attention(read, diffusion),
+        fused_loss="cce" if "FusedLinear" in (read.text("loss_fn._target_") or "") else "none",
+        compile=read.flag("compile.enabled") or read.flag(f"{place}.enable_compile"),
+        processes=processes,
+        fsdp=2 if sharded else "none",
+        wrap_classes=_units(model, mesh, diffusion) if sharded else (),
+        reshard=_reshard(read, mesh) if sharded else None,
+        cpu_offload=read.flag(f"{place}.cpu_offload") or read.has(f"{place}.offload_policy"),
+        mesh=mesh,
+        steps=read.whole("step_scheduler.max_steps"),
+        epochs=read.number("step_scheduler.num_epochs"),
+    )
+
+
+def _size(read: RunReader, key: str) -> int | None:
+    """Return a size of the mesh; the text ``none`` is what follows from the others."""
+    value = read.value(key)
+    return None if value is None or str(value).lower() == "none" else read.whole(key)
+
+
+def _mesh(read: RunReader, place: str) -> tuple[DescribedMesh, int | None]:
+    """Return the mesh and the number of ranks, where the file says both sizes of the data-parallel part."""
+    read.use(f"{place}.strategy", f"{place}.sequence_parallel", f"{place}.pipeline.pp_schedule")
+    tp, cp, pp, ep = (_size(read, f"{place}.{name}_size") or 1 for name in ("tp", "cp", "pp", "ep"))
+    launched = read.file.launch.processes
+    if place == "ddp":
+        return DescribedMesh(dp_replicate=-1, dp_shard=1), launched
+    replicas = _size(read, f"{place}.dp_replicate_size") or 1
+    data = _size(read, f"{place}.dp_size")
+    mesh = DescribedMesh(replicas, data // replicas if data else -1, cp, tp, ep, pp)
+    return mesh, data * tp * cp * pp if data else launched
+
+
+def _batch(
+    read: RunReader, mesh: DescribedMesh, processes: int | None
+) -> tuple[int | None, int | None, int | None]:
+    """Return the micro-batch, the global batch and the accumulation that follows (step_scheduler.py:119)."""
+    micro = read.whole("step_scheduler.local_batch_size")
+    total = read.whole("step_scheduler.global_batch_size")
+    if micro is None or total is None or processes is None:
+        return micro, total, None
+    data = max(1, processes // ((mesh.tp or 1) * (mesh.cp or 1) * (mesh.pp or 1)))
+    if total % (micro * data):
+        read.problems.append(
+            f"global_batch_size {total} is not divisible by {micro} x {data}: AutoModel stops"
+        )
+        return micro, total, None
+    return micro, total, total // (micro * data)
+
+
+def _optimizer(read: RunReader, stored: str) -> tuple[str | None, int | None]:
+    target = read.text("optimizer._target_") or ""
+    name = target.rpartition(".")[2]
+    if target.startswith("transformer_engine"):
+        masters = read.flag("optimizer.master_weights")
+        read.use("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "optimizer.master_weight_dtype")
+        states = dtype_word(read.text("optimizer.exp_avg_dtype")) or "fp32"
+        return f"transformer_engine {name}{' with master weights' if masters else ''}", state_bits(
+            "fused", states
+        )
+    plain = name.lower() or None
+    return plain, state_bits(target.lower() if "bitsandbytes" in target else plain, stored)
+
+
+def _targets(read: RunReader) -> tuple[str, ...] | str | None:
+    if read.flag("peft.match_all_linear"):
+        return "all-linear"
+    named = read.names("peft.target_modules")
+    return (named,) if isinstance(named, str) else named
+
+
+def _objective(read: RunReader, diffusion: bool) -> str:
+    recipe = read.text("recipe") or ""
+    if diffusion:
+        return "diffusion"
+    if "KnowledgeDistillation" in recipe or read.has("teacher_model"):
+        return "distillation"
+    if "SequenceClassification" in recipe or "SeqCls" in recipe:
+        return "classification"
+    from_config = (read.text("model._target_") or "").endswith("from_config")
+    return "pretrain" if from_config and not read.flag("model.load_base_model") else "sft"
+
+
+def _length(read: RunReader) -> int | None:
+    packed = read.whole("packed_sequence.packed_sequence_size")
+    if packed:
+        return packed
+    length = read.whole("dataset.seq_length", "dataset.seq_len", "dataset.max_length")
+    if length is None:
+        read.notes.append("no length is given: samples are padded to the longest of their micro-batch")
+    return length
+
+
+def _attention(read: RunReader, diffusion: bool) -> str | None:
+    named: Any = read.text("model.attn_implementation") or read.text("model.backend.attn")
+    if named is not None:
+        return str(named)
+    if diffusion:
+        backend = read.text("model.attention_backend")
+        return f"{backend} (diffusers backend)" if backend else None
+    source = "_transformers/kernel_patches.py:71"
+    return str(read.default("model.attn_implementation", "flash_attention_2 if installed, else sdpa", source))
+
+
+def _units(model: str | None, mesh: DescribedMesh, diffusion: bool) -> tuple[str, ...]:
+    if diffusion:
+        return (*layer_classes_of(family_of_name(model or "")[0]), "root")
+    return _MOE if (mesh.ep or 1) > 1 else _DENSE
+
+
+def _reshard(read: RunReader, mesh: DescribedMesh) -> bool:
+    """Every layer but the last is resharded; with experts divided, none unless the file says so."""
+    said = read.value("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
+    if said is not None:
+        return bool(said)
+    if (mesh.ep or 1) > 1:
+        return bool(read.default("distributed.moe.reshard_after_forward", False, "distributed/config.py:178"))
+    return (mesh.pp or 1) == 1

@@ -1,0 +1,186 @@
+"""The run that an ms-swift file or command line describes.
+
+Source: ms-swift 4.6.0 ``arguments/base_args/quant_args.py:45`` (what quantises),
+``trainers/arguments.py:289`` (accumulation), ``arguments/sft_args.py`` (fsdp),
+``arguments/rlhf_args.py:292`` (reference copy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SHIPPED
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.config.dialects.trainer.run import arguments
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.spelling import integer
+
+_ATTENTION = {
+    "flash_attn": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+}
+_TARGET = 16
+"""Samples of a step that the accumulation is chosen for (trainers/arguments.py:291)."""
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file or a command line."""
+    file, wrapped = _unwrapped(file)
+    old = "tuner_type" not in file.data and ("train_type" in file.data or "sft_type" in file.data)
+    read = RunReader(file, replace(KEYS, version=file.version or ("3.x" if old else KEYS.version)))
+    if wrapped:
+        read.problems.append("the keys stand under args: a wrapper's format, which swift does not read")
+    processes = _processes(file)
+    read.file = replace(file, launch=replace(file.launch, processes=processes))
+    objective = _objective(read, file)
+    sharding = _sharding(read)
+    facts = arguments(read)
+    facts.pop("checkpoints", None)
+    recomputes = facts["gradient_checkpointing"] != "none" and read.raw("gradient_checkpointing") not in (
+        False,
+        "false",
+        "False",
+    )
+    facts["gradient_checkpointing"] = "full" if recomputes or sharding.get("checkpoints") else "none"
+    facts["activation_offloading"] = bool(sharding.get("offloads"))
+    facts |= {name: sharding[name] for name in ("fsdp", "reshard", "cpu_offload") if name in sharding}
+    method = (read.text("tuner_type", "train_type", "sft_type") or "lora").lower()
+    base = dtype_word(read.text("torch_dtype")) or "checkpoint"
+    compute = "fp16" if base in ("fp32", "fp16") else "bf16"
+    quantised = read.text("quant_method") is not None and read.whole("quant_bits") is not None
+    if read.whole("quant_bits") is not None and not quantised:
+        read.notes.append("quant_bits without quant_method quantises nothing")
+    adapter = method != "full"
+    stored = dtype_word(read.text("lora_dtype")) or "fp32" if adapter else base
+    if facts["fsdp"] != "none":
+        stored = "fp32"
+    cp = read.whole("sequence_parallel_size") or 1
+    mesh = DescribedMesh(cp=cp)
+    facts["mesh"] = mesh
+    facts["accumulation"] = _accumulation(read, facts["micro_batch"], processes, objective)
+    facts["global_batch"] = global_batch(facts["micro_batch"], facts["accumulation"], processes, mesh)
+    facts["compute_dtype"] = compute
+    attention = read.text("attn_impl") or read.default("attn_impl", "sdpa", "transformers' default")
+    read.use("freeze_vit", "freeze_aligner", "vit_gradient_checkpointing", "packing_length")
+    bits = read.whole("quant_bits")
+    optimizer = facts["optimizer"]
+    return read.describe(
+        **facts,
+        model=read.text("model", "model_id_or_path") or read.raw("model"),
+        method="qlora" if adapter and quantised and bits == 4 else method,
+        lora_rank=read.whole("lora_rank") if adapter else None,
+        lora_targets=_targets(read) if adapter else None,
+        base_dtype=base,
+        quantisation=_quantisation(read, bits) if quantised else "none",
+        stored_dtype=stored,
+        reduce_dtype=compute if facts["fsdp"] != "none" else stored,
+        objective=objective,
+        sequence_length=None if objective == "grpo" else _length(read),
+        packing=read.flag("packing"),
+        optimizer_state_bits=state_bits(optimizer, stored),
+        attention=_ATTENTION.get(attention, attention),
+    )
+
+
+def _unwrapped(file: RunFile) -> tuple[RunFile, bool]:
+    """Return a file with the keys that a wrapper keeps under ``args``, and the variables it sets."""
+    data = dict(file.data)
+    section = data.get("ENV") or data.get("env")
+    environment = dict(file.environment)
+    if isinstance(section, Mapping):
+        environment |= {str(key): str(value) for key, value in section.items()}
+    inner = data.get("args")
+    wrapped = isinstance(inner, Mapping) and "model" not in data
+    if wrapped and isinstance(inner, Mapping):
+        data = {str(key): value for key, value in inner.items()}
+    return replace(file, data=data, environment=environment), wrapped
+
+
+def _processes(file: RunFile) -> int | None:
+    if file.launch.processes is not None:
+        return file.launch.processes
+    ranks = integer(file.environment.get("NPROC_PER_NODE"))
+    if ranks is not None:
+        return ranks * (integer(file.environment.get("NNODES")) or 1)
+    visible = [name for name in file.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    launched = file.launch.program == "accelerate"
+    return len(visible) if visible and (launched or len(visible) == 1) else None
+
+
+def _objective(read: RunReader, file: RunFile) -> str:
+    verb = file.launch.verb or file.launch.script.rpartition(".")[2]
+    kind = read.text("rlhf_type")
+    if kind is None and verb == "rlhf":
+        kind = read.default("rlhf_type", "dpo", "swift/arguments/rlhf_args.py")
+    read.use("num_generations", "max_completion_length")
+    return {"rm": "reward"}.get(kind, kind) if kind else "pretrain" if verb == "pt" else "sft"
+
+
+def _length(read: RunReader) -> int | None:
+    length = read.whole("max_length")
+    if length is None:
+        read.notes.append("max_length is not given: ms-swift takes the model's maximum")
+    return length
+
+
+def _accumulation(read: RunReader, micro: int | None, processes: int | None, objective: str) -> int | None:
+    if read.has("gradient_accumulation_steps"):
+        return read.whole("gradient_accumulation_steps")
+    source = "swift/trainers/arguments.py:289: max(1, ceil(16 / micro-batch / processes)); 1 for GRPO"
+    if objective == "grpo":
+        read.default("gradient_accumulation_steps", 1, source)
+        return 1
+    if processes is None or not micro:
+        return None
+    chosen = max(1, math.ceil(_TARGET / micro / processes))
+    read.default("gradient_accumulation_steps", chosen, source)
+    return chosen
+
+
+def _targets(read: RunReader) -> tuple[str, ...] | str | None:
+    if read.has("target_regex"):
+        return read.text("target_regex")
+    named = read.names("target_modules")
+    listed = (named,) if isinstance(named, str) else named or ()
+    return "all-linear" if "all-linear" in listed else listed
+
+
+def _quantisation(read: RunReader, bits: int | None) -> str:
+    method = read.text("quant_method") or ""
+    if method != "bnb" or bits != 4:
+        return f"{method} int{bits}"
+    double = "no double" if read.raw("bnb_4bit_use_double_quant") in (False, "false", "False") else "double"
+    read.use("bnb_4bit_use_double_quant")
+    kind = read.text("bnb_4bit_quant_type") or "nf4"
+    storage = dtype_word(read.text("bnb_4bit_quant_storage")) or "uint8"
+    return f"bnb {kind}, {double} quantisation, storage {storage}"
+
+
+def _sharding(read: RunReader) -> dict[str, Any]:
+    """Return what ``fsdp`` names, a word or a file of ms-swift's own form; else what the launcher sets."""
+    named = read.text("fsdp")
+    launched = next((item for item in read.problems if "accelerate's file" in item), None)
+    if named is None:
+        known = next((value for key, value in SHIPPED.items() if launched and key in launched), None)
+        if known is not None and launched is not None:
+            read.problems.remove(launched)
+        return dict(known or {})
+    for key, value in SHIPPED.items():
+        if named == key or named.endswith(key):
+            return dict(value)
+    data = read.file.beside(named)
+    if not isinstance(data, dict):
+        read.problems.append(f"fsdp {named} is not read: taken for FSDP2 with its defaults")
+        return {"fsdp": 2, "reshard": True, "cpu_offload": False}
+    block = data.get("fsdp_config") or {}
+    return {
+        "fsdp": 1 if str(block.get("fsdp_version", 2)) == "1" else 2,
+        "reshard": block.get("reshard_after_forward", True) is not False,
+        "cpu_offload": "offload" in str(data.get("fsdp", "")),
+        "checkpoints": bool(block.get("activation_checkpointing")),
+        "offloads": bool(block.get("activation_cpu_offload")),
+    }

@@ -1,0 +1,87 @@
+"""The keys of ms-swift beside TrainingArguments, by what they change.
+
+Source: ms-swift 4.6.0 ``swift/arguments`` (sft, pt, rlhf) and ``swift/trainers/arguments.py``.
+"""
+
+from __future__ import annotations
+
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
+
+KEYS = RunKeys(
+    program="ms-swift",
+    version="4.6.0",
+    defaults={
+        **DEFAULTS,
+        "tuner_type": ("lora", "swift/arguments/base_args/base_args.py:121"),
+        "lora_rank": (8, "swift/arguments/tuner_args.py:130"),
+        "target_modules": ("all-linear", "swift/arguments/tuner_args.py:126"),
+        "per_device_train_batch_size": (1, "swift/trainers/arguments.py:130"),
+        "gradient_checkpointing": (True, "swift/trainers/arguments.py:135"),
+        "packing": (False, "swift/arguments/base_args/base_args.py"),
+        "sequence_parallel_size": (1, "swift/arguments/base_args/template_args.py"),
+        "max_completion_length": (512, "swift/arguments/rlhf_args.py"),
+        "num_generations": (8, "swift/arguments/rlhf_args.py"),
+        "quant_method": (None, "swift/arguments/base_args/quant_args.py:45: nothing is quantised"),
+        "torch_dtype": (None, "swift/arguments/base_args/model_args.py: that of config.json"),
+    },
+    memory=MEMORY
+    | sides(
+        less="""
+        padding_free freeze_parameters freeze_parameters_ratio freeze_parameters_regex freeze_llm
+        lisa_activated_layers use_galore use_logits_to_keep galore_rank galore_target_modules
+        llamapro_num_groups celoss_parallel_size
+        """,
+        more="""
+        use_dora modules_to_save target_parameters trainable_parameters trainable_parameters_regex
+        reward_model ref_model teacher_model new_special_tokens max_pixels use_vllm
+        vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
+        llamapro_num_new_blocks
+        """,
+        either="""
+        rope_scaling model_kwargs max_memory device_map init_strategy offload_model
+        offload_optimizer sleep_level move_model_batches experts_impl external_plugins
+        custom_register_path tuner_backend galore_quantization optimizer use_swift_lora
+        """,
+    ),
+    time=TIME | names("vllm_mode acc_strategy use_flash_ckpt multi_turn_scheduler"),
+    numbers=NUMBERS
+    | names("""
+    use_rslora lorap_lr_ratio router_aux_loss_coef enable_dft_loss enable_channel_loss loss_scale
+    aligner_lr vit_lr init_weights
+    """),
+    no_effect=NO_EFFECT
+    | names("""
+    model_type model_revision task_type use_hf hub_token dataset val_dataset cached_dataset
+    cached_val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file dataset_shuffle
+    val_dataset_shuffle train_dataloader_shuffle streaming interleave_prob stopping_strategy
+    shuffle_buffer_size download_mode columns strict disable_auto_column_mapping model_name
+    model_author custom_dataset_info template system truncation_strategy agent_template norm_bbox
+    use_chat_template padding_side is_binary_loss_scale template_backend response_prefix
+    enable_thinking preserve_thinking add_non_thinking_prefix disable_ignore_empty_think lora_alpha
+    lora_dropout lora_bias adapters load_args load_data_args packing_num_proc packing_strategy
+    lazy_tokenize ignore_args_error add_version create_checkpoint_symlink swanlab_* warmup_ratio
+    safe_serialization max_shard_size check_model eval_metric callbacks early_stop_interval
+    resume_only_model max_epochs temperature top_p top_k repetition_penalty num_beams stream
+    stop_words max_new_tokens structured_outputs_regex freeze_vit freeze_aligner
+    bnb_4bit_compute_dtype bnb_4bit_quant_type hqq_axis ref_adapters reward_adapters reward_funcs
+    reward_weights reward_model_plugin reward_model_type reward_template log_completions
+    num_iterations beta label_smoothing rpo_alpha ld_alpha discopop_tau loss_type loss_weights
+    cpo_alpha simpo_gamma desirable_weight undesirable_weight center_rewards_coefficient sft_alpha
+    lmbda seq_kd vllm_server_* vllm_* lora_ga_* enable_npu_model_patch local_repo_path num_labels
+    problem_type galore_* lisa_step_interval ENV env deepspeed_autotp_size zero_hpz_partition_size
+    report_to async_generate dynamic_sample epsilon epsilon_high overlong_filter scale_rewards
+    importance_sampling_level stop_words max_turns completion_length_limit_scope
+    vit_gradient_checkpointing_kwargs
+    """),
+    unknown="refused",
+)
+
+SHIPPED = {
+    "fsdp_qlora/fsdp_offload.json": {"fsdp": 1, "reshard": True, "cpu_offload": True},
+    "activation_cpu_offload/fsdp2.json": {
+        "fsdp": 2, "reshard": True, "cpu_offload": False, "checkpoints": False, "offloads": True,
+    },
+    "fsdp2": {"fsdp": 2, "reshard": True, "cpu_offload": False, "checkpoints": True, "offloads": False},
+}  # fmt: skip
+"""What the sharding files say that ms-swift ships (its examples, and swift/config/fsdp2.json)."""

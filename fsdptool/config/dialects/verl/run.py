@@ -1,0 +1,153 @@
+"""The run that a command line or a file of verl describes: the training of the actor, or of an SFT trainer.
+
+Source: verl b178a3cd ``trainer/fsdp_sft_trainer.py:244-484``, ``workers/fsdp_workers.py:241-526`` (batches,
+offload), ``workers/actor/dp_actor.py:552``, ``utils/fsdp_utils.py:524`` (units).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, state_bits
+from fsdptool.config.dialects.verl.run_keys import ENGINE, RL, SFT
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.source.known_models import family_of_name, layer_classes_of
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_OBJECTIVES = {"gae": "ppo"}
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file or a command line."""
+    if "actor_rollout_ref" in file.data:
+        return _describe_rl(file)
+    engine = "engine" in file.data or file.launch.script.endswith(".sft_trainer")
+    return _describe_sft(file, engine)
+
+
+def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
+    read = RunReader(file, ENGINE if engine else SFT)
+    place, config = ("engine", "engine") if engine else ("model", "model.fsdp_config")
+    model = read.text("model.path") if engine else read.text("model.partial_pretrain")
+    sp = (
+        read.whole("engine.ulysses_sequence_parallel_size" if engine else "ulysses_sequence_parallel_size")
+        or 1
+    )
+    total = read.whole("data.train_batch_size")
+    dynamic = engine and read.flag("data.use_dynamic_bsz")
+    micro = None if dynamic else read.whole("data.micro_batch_size_per_gpu")
+    if dynamic:
+        tokens = read.whole("data.max_token_len_per_gpu")
+        read.notes.append(f"a micro-batch holds up to {tokens} x {sp} tokens (data.use_dynamic_bsz)")
+    if read.has("data.micro_batch_size"):
+        read.notes.append("data.micro_batch_size is not read: data.micro_batch_size_per_gpu is")
+    read.use("model.use_remove_padding", "use_remove_padding", "data.truncation", "data.pad_mode")
+    processes = file.launch.processes
+    stored = dtype_word(read.text(f"{config}.model_dtype"))
+    rank = read.whole("model.lora_rank")
+    offload = read.flag(f"{config}.cpu_offload") or read.flag(f"{config}.offload_policy")
+    read.use(f"{config}.offload_params")
+    return read.describe(
+        **_common(read, model, stored, rank, sp, "model.target_modules"),
+        objective="sft",
+        sequence_length=read.whole("data.max_length"),
+        micro_batch=micro,
+        accumulation=_accumulation(total, micro, processes, sp),
+        global_batch=total,
+        gradient_checkpointing="full" if read.flag("model.enable_gradient_checkpointing") else "none",
+        fused_loss="none",
+        processes=processes,
+        fsdp=2 if read.text(f"{place}.strategy") == "fsdp2" else 1,
+        reshard=True,
+        cpu_offload=offload,
+        mesh=_mesh(read.whole("engine.fsdp_size") if engine else None, sp),
+        steps=read.whole("trainer.total_training_steps"),
+        epochs=read.number("trainer.total_epochs"),
+    )
+
+
+def _describe_rl(file: RunFile) -> DescribedRun:
+    read = RunReader(file, RL)
+    model = read.text(f"{_MODEL}.path")
+    if model is None:
+        read.notes.append("no model is named: verl would take ~/models/deepseek-llm-7b-chat")
+    if "defaults" in file.data:
+        read.notes.append("the defaults list is not read: what it includes is taken from verl's own files")
+    sp = read.whole(f"{_ACTOR}.ulysses_sequence_parallel_size") or 1
+    prompt, response = read.whole("data.max_prompt_length"), read.whole("data.max_response_length")
+    mini, answers = read.whole(f"{_ACTOR}.ppo_mini_batch_size"), read.whole("actor_rollout_ref.rollout.n")
+    total = mini * answers if mini is not None and answers is not None else None
+    gpus, nodes = read.whole("trainer.n_gpus_per_node"), read.whole("trainer.nnodes")
+    processes = gpus * nodes if gpus is not None and nodes is not None else None
+    micro = read.whole(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+    read.use("data.train_batch_size")
+    if read.flag(f"{_ACTOR}.use_dynamic_bsz"):
+        tokens = read.whole(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+        read.notes.append(f"a micro-batch holds up to {tokens} x {sp} tokens (use_dynamic_bsz)")
+        micro = None
+    elif micro is None:
+        shared = read.whole(f"{_ACTOR}.ppo_micro_batch_size")
+        micro = shared // max(1, processes // sp) if shared and processes else None
+        if micro is None:
+            read.problems.append("no micro-batch is given: verl stops (workers/config/actor.py:187)")
+    estimator = read.text("algorithm.adv_estimator") or "gae"
+    if estimator == "gae" or read.raw("critic.enable"):
+        read.notes.append("a critic is trained beside the actor: it is not in this plan")
+    read.notes.append("rollout, reference and reward models are not in this plan")
+    stored = dtype_word(read.text(f"{_ACTOR}.fsdp_config.model_dtype"))
+    read.use(f"{_MODEL}.use_remove_padding", f"{_ACTOR}.fsdp_config.param_offload")
+    read.use(f"{_ACTOR}.fsdp_config.optimizer_offload")
+    return read.describe(
+        **_common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), sp, f"{_MODEL}.target_modules"),
+        objective=_OBJECTIVES.get(estimator, estimator),
+        sequence_length=prompt + response if prompt is not None and response is not None else None,
+        micro_batch=micro,
+        accumulation=_accumulation(total, micro, processes, sp),
+        global_batch=total,
+        gradient_checkpointing="full" if read.flag(f"{_MODEL}.enable_gradient_checkpointing") else "none",
+        fused_loss="cce" if read.flag(f"{_MODEL}.use_fused_kernels") else "none",
+        processes=processes,
+        fsdp=2 if read.text(f"{_ACTOR}.strategy") == "fsdp2" else 1,
+        reshard=read.flag(f"{_ACTOR}.fsdp_config.reshard_after_forward"),
+        cpu_offload=read.flag(f"{_ACTOR}.fsdp_config.offload_policy"),
+        mesh=_mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp),
+        steps=read.whole("trainer.total_training_steps"),
+        epochs=read.number("trainer.total_epochs"),
+    )
+
+
+def _common(
+    read: RunReader, model: str | None, stored: str | None, rank: int | None, sp: int, targets: str
+) -> dict[str, Any]:
+    adapter = bool(rank)
+    layers = layer_classes_of(family_of_name(model or "")[0])
+    named = read.names(targets)
+    optimizer = "adamw"
+    return {
+        "model": model,
+        "method": "lora" if adapter else "full",
+        "lora_rank": rank if adapter else None,
+        "lora_targets": named or "all-linear" if adapter else None,
+        "base_dtype": stored if adapter else None,
+        "quantisation": "none",
+        "stored_dtype": stored,
+        "compute_dtype": "bf16",
+        "reduce_dtype": "fp32",
+        "packing": False,
+        "optimizer": optimizer,
+        "optimizer_state_bits": state_bits(optimizer, stored),
+        "attention": "flash_attention_2",
+        "compile": False,
+        "wrap_classes": (*(layers or ("the model's _no_split_modules",)), "root"),
+    }
+
+
+def _accumulation(total: int | None, micro: int | None, processes: int | None, sp: int) -> int | None:
+    if total is None or not micro or processes is None:
+        return None
+    return max(1, total // max(1, processes // sp) // micro)
+
+
+def _mesh(size: int | None, sp: int) -> DescribedMesh:
+    return DescribedMesh(dp_replicate=1, dp_shard=size if size and size > 0 else -1, cp=sp)

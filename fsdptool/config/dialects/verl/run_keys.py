@@ -1,0 +1,97 @@
+"""The keys of verl's trainers, by what they change, with the defaults of those that decide a run.
+
+Source: verl b178a3cd (0.8.0.dev) ``verl/trainer/config`` (sft_trainer.yaml, sft_trainer_engine.yaml,
+ppo_trainer.yaml and the files that they include).
+"""
+
+from __future__ import annotations
+
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+
+_CONFIG = "verl/trainer/config"
+_NO_EFFECT = names("""
+    data.* trainer.* algorithm.* optim.* checkpoint.* hydra hydra.* defaults
+    custom_reward_function.* reward_manager.* global_profiler.* ray_kwargs.* transfer_queue.*
+    profiler.* model.trust_remote_code model.external_lib model.use_shm model.tokenizer_path
+    model.lora_alpha model.override_config.* model.fsdp_config.wrap_policy.* engine.wrap_policy.*
+    engine.optimizer_offload engine.param_offload engine.forward_prefetch engine.seed
+    model.fsdp_config.forward_prefetch
+""")
+
+SFT = RunKeys(
+    program="verl",
+    version="0.8.0.dev",
+    defaults={
+        "data.max_length": (1024, f"{_CONFIG}/sft_trainer.yaml:24"),
+        "data.micro_batch_size_per_gpu": (4, f"{_CONFIG}/sft_trainer.yaml:8"),
+        "data.train_batch_size": (256, f"{_CONFIG}/sft_trainer.yaml:6"),
+        "model.fsdp_config.model_dtype": ("fp32", f"{_CONFIG}/sft_trainer.yaml:37"),
+        "model.enable_gradient_checkpointing": (True, f"{_CONFIG}/sft_trainer.yaml:43"),
+        "model.strategy": ("fsdp2", f"{_CONFIG}/sft_trainer.yaml:49"),
+        "model.lora_rank": (0, f"{_CONFIG}/sft_trainer.yaml"),
+        "ulysses_sequence_parallel_size": (1, f"{_CONFIG}/sft_trainer.yaml"),
+        "trainer.total_epochs": (4, f"{_CONFIG}/sft_trainer.yaml:64"),
+        "optim.optimizer": ("AdamW", f"{_CONFIG}/optim/fsdp.yaml:5"),
+    },
+    memory=sides(less="model.use_liger", either="engine.* model.fsdp_config.*"),
+    numbers=names("data.balance_dp_token"),
+    no_effect=_NO_EFFECT,
+    unknown="refused",
+)
+ENGINE = RunKeys(
+    program="verl",
+    version="0.8.0.dev",
+    defaults={
+        **SFT.defaults,
+        "engine.model_dtype": ("fp32", f"{_CONFIG}/engine/fsdp.yaml:33"),
+        "engine.strategy": ("fsdp", f"{_CONFIG}/engine/fsdp.yaml"),
+        "data.use_dynamic_bsz": (True, f"{_CONFIG}/sft_trainer_engine.yaml:20"),
+        "engine.ulysses_sequence_parallel_size": (1, f"{_CONFIG}/engine/fsdp.yaml"),
+    },
+    memory=SFT.memory,
+    no_effect=_NO_EFFECT,
+    unknown="refused",
+)
+_ACTOR = "actor_rollout_ref.actor"
+RL = RunKeys(
+    program="verl",
+    version="0.8.0.dev",
+    defaults={
+        "data.max_prompt_length": (512, f"{_CONFIG}/data/legacy_data.yaml:35"),
+        "data.max_response_length": (512, f"{_CONFIG}/data/legacy_data.yaml:36"),
+        "algorithm.adv_estimator": ("gae", f"{_CONFIG}/ppo_trainer.yaml"),
+        f"{_ACTOR}.ppo_mini_batch_size": (256, f"{_CONFIG}/actor/actor.yaml:18"),
+        f"{_ACTOR}.strategy": ("fsdp", f"{_CONFIG}/actor/dp_actor.yaml:26"),
+        f"{_ACTOR}.fsdp_config.model_dtype": ("fp32", f"{_CONFIG}/engine/fsdp.yaml:33"),
+        f"{_ACTOR}.fsdp_config.fsdp_size": (-1, f"{_CONFIG}/engine/fsdp.yaml:26"),
+        f"{_ACTOR}.fsdp_config.reshard_after_forward": (True, f"{_CONFIG}/engine/fsdp.yaml:23"),
+        f"{_ACTOR}.ulysses_sequence_parallel_size": (1, f"{_CONFIG}/actor/dp_actor.yaml"),
+        f"{_ACTOR}.optim.optimizer": ("AdamW", f"{_CONFIG}/optim/fsdp.yaml:5"),
+        "actor_rollout_ref.rollout.n": (1, f"{_CONFIG}/rollout/rollout.yaml"),
+        "actor_rollout_ref.model.enable_gradient_checkpointing": (True, f"{_CONFIG}/model/hf_model.yaml:34"),
+        "actor_rollout_ref.model.lora_rank": (0, f"{_CONFIG}/model/hf_model.yaml"),
+        "actor_rollout_ref.model.use_fused_kernels": (False, f"{_CONFIG}/model/hf_model.yaml"),
+        "trainer.total_epochs": (30, f"{_CONFIG}/ppo_trainer.yaml:129"),
+        "trainer.n_gpus_per_node": (8, f"{_CONFIG}/ppo_trainer.yaml"),
+        "trainer.nnodes": (1, f"{_CONFIG}/ppo_trainer.yaml"),
+    },
+    memory=sides(
+        less="actor_rollout_ref.model.use_liger actor_rollout_ref.model.fused_kernel_options.*",
+        more="""
+        actor_rollout_ref.rollout.gpu_memory_utilization
+        actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.name
+        critic.model.path critic.ppo_max_token_len_per_gpu critic.ppo_micro_batch_size_per_gpu
+        critic.enable reward_model.enable reward_model.model.path
+        actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward
+        actor_rollout_ref.actor.entropy_from_logits_with_chunking
+        """,
+        either="actor_rollout_ref.actor.megatron.* actor_rollout_ref.actor.use_torch_compile",
+    ),
+    no_effect=_NO_EFFECT
+    | names("""
+    actor_rollout_ref.hybrid_engine actor_rollout_ref.rollout.* actor_rollout_ref.ref.*
+    actor_rollout_ref.actor.* actor_rollout_ref.model.* critic.* reward_model.* reward.*
+    """),
+    unknown="refused",
+)
+"""What belongs to phases between training steps (rollout, log-probabilities) changes no training peak."""
