@@ -48,6 +48,31 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def eager_by_default() -> Iterator[frozenset[str]]:
+    """Plan eager blocks for GPUs where a test does not say otherwise: to compile them takes seconds a trace.
+
+    Programs that tests start decide as they do for users.
+
+    Yields:
+        The objectives for which blocks are compiled by default (``compiled_by_default`` puts them back).
+    """
+    from fsdptool.modeling import compilation
+
+    tested = compilation._TESTED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "_TESTED", frozenset())
+        yield tested
+
+
+@pytest.fixture
+def compiled_by_default(eager_by_default: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide which blocks are compiled as users get it."""
+    from fsdptool.modeling import compilation
+
+    monkeypatch.setattr(compilation, "_TESTED", eager_by_default)
+
+
 SHARED = ("pool", "seen", "watched_run", "watched_doctor", "undisturbed", "qlora")
 """Fixtures that start processes for several tests. Each worker that runs such a test makes its own."""
 

@@ -89,6 +89,7 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
+    from fsdptool.modeling.compilation import decide_compilation
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
@@ -120,6 +121,8 @@ def prepare(
     check_context(spec, run)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
+    run, compilation = decide_compilation(anatomy, run, on_this_machine=not without_gpus)
+    recipe = replace(recipe, sharding=run.recipe.sharding)
     units = plan_units(anatomy, run)
     teacher_spec, teacher_units = _teacher(run, recipe_path)
     if teacher_spec is not None:
@@ -145,11 +148,12 @@ def prepare(
         device=device,
         world_size=world_size,
         per_machine=per_machine,
-        prediction=prediction,
+        prediction=prediction and replace(prediction, compilation=compilation),
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
         notes=(
             *(finding.message for finding in untested_versions()),
             *weights_left_out(spec, recipe.model),
+            *((compilation.text,) if device == "cuda" else ()),
             *notes,
         ),
         files=files,

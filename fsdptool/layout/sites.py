@@ -6,7 +6,8 @@ a site lists the counts that the size must divide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdptool.layout.projections import (
@@ -31,6 +32,7 @@ from fsdptool.layout.projections import (
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.tensor_plan import SplitModule, SplitStyle, WholeReason
 
+_LISTED = re.compile(r"\.experts\.(\d+)\.")
 HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads", "n_head", "config.num_attention_heads")
 KEY_HEADS = (
     "num_key_value_heads",
@@ -321,6 +323,21 @@ def _split(layer: Layer, style: SplitStyle, sections: tuple[int, ...] = ()) -> S
 
 FIRST = ("gate_up_proj", "up_proj")
 SECOND = "down_proj"
+
+
+def experts_of(parameters: Iterable[Parameter]) -> int | None:
+    """Return how many experts a layer routes tokens to, or None if it has none.
+
+    Fused experts are stacked in one tensor below an ``experts`` module; others are listed there.
+    """
+    count = 0
+    for parameter in parameters:
+        listed = _LISTED.search(f".{parameter.fqn}")
+        if listed is not None:
+            count = max(count, int(listed[1]) + 1)
+        elif ".experts." in f".{parameter.fqn}" and len(parameter.shape) == 3:
+            count = max(count, parameter.shape[0])
+    return count if count > 1 else None
 
 
 def fused(layers: Layers, path: str) -> dict[str, tuple[str, Parameter]]:

@@ -47,8 +47,6 @@ def check_tensor_parallel(run: ResolvedRun) -> None:
         reason = f"optimizer {spec.name} needs whole matrices, or states that cannot be resharded"
     elif recipe.method.lora is not None and (why := _undivided(recipe.method.lora)):
         reason = why
-    elif recipe.sharding.compile:
-        reason = "sharding.compile does not support the sums over the group"
     elif run.settings.mixed_precision == "fp8":
         reason = "mixed_precision fp8 scales whole layers"
     if reason is not None:

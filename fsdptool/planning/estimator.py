@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
+from fsdptool.modeling.compilation import decide_compilation
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
@@ -40,6 +41,7 @@ from fsdptool.planning.verdict import check_fit
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
+from fsdptool.records.compilation import Compilation
 from fsdptool.records.plan import Candidate, SearchPoint
 from fsdptool.records.plan_details import StoredDtypes
 from fsdptool.records.resolved_run import ResolvedRun
@@ -139,7 +141,7 @@ class Estimator:
             replay: Replay the caching allocator for the reserved peak (about a second) instead of
                 taking the machine's ratio; None: with the detail.
         """
-        run = at_point(self.run, point, cluster)
+        run, compilation = self._at(point, cluster)
         key, trace = self._trace(run)
         rank = self._rank(point, run)
         expandable = expands(cluster, run.loop)
@@ -175,6 +177,7 @@ class Estimator:
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, run, cluster, cluster.gpu, machine)
         candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
+        candidate = replace(candidate, compilation=compilation)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked, rank) * (point.accumulation * point.data_parallel)
@@ -260,11 +263,11 @@ class Estimator:
 
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
         """Return what one micro-batch does at a point."""
-        return self._trace(at_point(self.run, point, cluster))[1]
+        return self._trace(self._at(point, cluster)[0])[1]
 
     def units_of(self, point: SearchPoint, cluster: Cluster) -> UnitPlan:
         """Return the units at a point."""
-        return self._plan_units(at_point(self.run, point, cluster))
+        return self._plan_units(self._at(point, cluster)[0])
 
     def states(self, point: SearchPoint, cluster: Cluster) -> dict[str, int]:
         """Return the bytes one rank keeps for the model by kind: what the rule-of-thumb tables give.
@@ -275,7 +278,7 @@ class Estimator:
 
     def rank_of(self, point: SearchPoint, cluster: Cluster) -> Rank:
         """Return what rank 0 holds at a point."""
-        return self._rank(point, at_point(self.run, point, cluster)).memory.rank
+        return self._rank(point, self._at(point, cluster)[0]).memory.rank
 
     def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
@@ -305,6 +308,10 @@ class Estimator:
             **{kind: tuple(name for name, _ in count.most_common()) for kind, count in elements.items()},
             compute=(plan.param_dtype,) if plan.param_dtype else (),
         )
+
+    def _at(self, point: SearchPoint, cluster: Cluster) -> tuple[ResolvedRun, Compilation]:
+        """Return the run at a point, and the decision in it whether blocks are compiled."""
+        return decide_compilation(self.anatomy, at_point(self.run, point, cluster))
 
     def _trace(self, run: ResolvedRun) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""

@@ -122,6 +122,9 @@ class Options(TypedDict, total=False):
         " (docs/how-to/activation-checkpointing.md).",
         "Sharding", "settings.activation_checkpointing", value=lambda mode: mode != "none",
         closes=("checkpointing",))]
+    compile: Annotated[bool | None, Option(
+        "Whether blocks are compiled; by default on GPUs, where that is known to work.", "Sharding",
+        "recipe.sharding.compile", ("--compile/--no-compile",))]
     offload: Annotated[bool | None, Option(
         "CPU offload of parameters, gradients and optimizer.", "Sharding", "settings.cpu_offload",
         ("--offload/--no-offload",), closes=("cpu_offload",))]

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdptool.formatting import amount
+from fsdptool.layout.sites import experts_of
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.expert_time import exchange_sizes
-from fsdptool.records.anatomy import Parameter
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Candidate
 from fsdptool.records.plan_details import ExpertRouting
-
-_LISTED = re.compile(r"\.experts\.(\d+)\.")
-
-
-def experts_of(parameters: Iterable[Parameter]) -> int | None:
-    """Return how many experts a layer routes tokens to, or None if it has none.
-
-    Fused experts are stacked in one tensor below an ``experts`` module; others are listed there.
-    """
-    count = 0
-    for parameter in parameters:
-        listed = _LISTED.search(f".{parameter.fqn}")
-        if listed is not None:
-            count = max(count, int(listed[1]) + 1)
-        elif ".experts." in f".{parameter.fqn}" and len(parameter.shape) == 3:
-            count = max(count, parameter.shape[0])
-    return count if count > 1 else None
 
 
 def routing(

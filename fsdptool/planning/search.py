@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from fsdptool.errors import ConfigError
+from fsdptool.layout.sites import experts_of
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.assembly import refused
 from fsdptool.planning.checkpointing import optimal_candidates
 from fsdptool.planning.choice import SearchResult, choose, merit, roomy
 from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.routing import experts_of
 from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint

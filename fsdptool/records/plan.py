@@ -12,6 +12,7 @@ from fsdptool.records.advice import Shortfall, Suggestion
 from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
+from fsdptool.records.compilation import Compilation
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
@@ -255,6 +256,8 @@ class Candidate:
     fragmentation. None where segments expand, or nothing was replayed."""
     allocated_peak_range_bytes: tuple[int, int] | None = None
     """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
+    compilation: Compilation | None = None
+    """Whether its blocks are compiled, and why; None where it was never evaluated."""
 
 
 Assumption = Literal["compile", "float8", "async_tp"]

@@ -233,7 +233,8 @@ class Sharding:
     accumulation: GradientAccumulation = "sharded"
     """Accumulated gradients: reduced after every micro-batch, or kept unsharded (no sync)."""
     checkpointing: Checkpointing | None = None
-    compile: bool = False
+    compile: bool | None = None
+    """Whether blocks are compiled; None: on GPUs, where that is known to work."""
     grouping: Grouping = field(default_factory=Grouping)
     """Which parameters outside the blocks form units, in the native layout."""
     expert_parallel: Positive = 1

@@ -8,6 +8,7 @@ from itertools import pairwise
 from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, Suggestion, SuggestionKind
 from fsdptool.records.command_documents import SweepRow
+from fsdptool.records.compilation import CompileReason
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, Moment, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
 from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
@@ -239,6 +240,14 @@ NOT_PLANNED: Mapping[NotPlanned, str] = {
     "encoders": "text encoders and VAE that are loaded beside the model",
 }
 """What a plan of another program's loop leaves out."""
+
+
+def compilation(candidate: Candidate) -> str:
+    """Return whether blocks are compiled on GPUs, and why; empty where nobody would expect it."""
+    decision = candidate.compilation
+    if decision is None or decision.reason in (CompileReason.CPU, CompileReason.OTHER_PROGRAM):
+        return ""
+    return decision.text
 
 
 def loop(plan: Plan) -> list[str]:

@@ -27,6 +27,7 @@ from fsdptool.distributed.weights import open_adapter, open_weights, random_star
 from fsdptool.families.registry import family_of
 from fsdptool.modeling import build_model, choose_kernels_of_cuda
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
+from fsdptool.modeling.compilation import compile_modules
 from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.methods import Teacher, method_of
@@ -238,8 +239,7 @@ def build_sharded(
     # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
     # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
     if recipe is not None and recipe.sharding.compile:
-        for path in compiled_modules(plan):
-            model.get_submodule(path).compile()
+        compile_modules(model, compiled_modules(plan))
     shard(model, plan, session)
     # Values last: every rank reads or draws its own rows only.
     phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)

@@ -100,6 +100,7 @@ def test_figures_of_plans_are_the_committed_ones(name: str) -> None:
         assert line in text, line
 
 
+@pytest.mark.usefixtures("compiled_by_default")
 @pytest.mark.parametrize("name", CAPTURE["QUICK"])
 def test_answers_are_what_the_commands_print(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -99,7 +99,7 @@ def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
 def test_fp8_is_said_to_be_planned_as_bf16_and_refused_for_adapters(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--gpu", "H100-80GB-SXM", "--gpus", "2", "--precision", "fp8"]
+    options = ["--gpu", "H100-80GB-SXM", "--gpus", "2", "--precision", "fp8", "--compile"]
     plan = planned(capsys, model, *options)
     assert any(note.startswith("fp8 is planned as bf16") for note in plan["details"]["notes"])
     capsys.readouterr()

@@ -29,6 +29,7 @@ print(plan.verdict, plan.chosen, sorted(heavy))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_by_default")
 @pytest.mark.parametrize("case", CASES)
 def test_a_cached_plan_imports_no_torch(case: str) -> None:
     options = CASES[case]

@@ -222,7 +222,6 @@ def test_ranks_drop_the_same_of_whole_tensors_only(pool: Pool, tmp_path: Path) -
         ("causal", 4, {}, "tp_size 4 does not divide the 2 key and value heads of model.layers.0.self_attn"),
         ("causal", 2, {"optimizer": Optimizer(name="muon")}, "optimizer muon needs whole matrices"),
         ("causal", 2, {"base": "nf4"}, "stored as nf4"),
-        ("causal", 2, {"sharding": Sharding(compile=True)}, "sharding.compile"),
         ("causal", 1, {"sharding": SEQUENCE}, "needs a tensor-parallel group"),
         (
             "causal",

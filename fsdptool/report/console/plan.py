@@ -59,6 +59,8 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     requested = candidate.id in plan.details.asked
     name = "requested configuration" if requested else f"chosen configuration ({candidate.id})"
     print_line(f"{name}: {words.brief(candidate.settings)}")
+    if compilation := words.compilation(candidate):
+        print_line(compilation)
     _command(plan, command)
     for line in words.spare_memory(plan):
         print_line(line)

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` leaves alone (parameters without dimensions), and what it wraps (compiled blocks)."""
+"""What ``fully_shard`` leaves alone: parameters without dimensions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Case, inputs_for, prepare_case, recipe_for, write_model
+from cases import Case, inputs_for, recipe_for, write_model
 from pool import Pool
-from ranks import replica_hash, share, weights_of
+from ranks import replica_hash, weights_of
 
 from fsdptool.distributed.session import open_session
-from fsdptool.records.recipe import Optimizer, Recipe, Sharding
+from fsdptool.records.recipe import Optimizer, Recipe
 from fsdptool.training.trainer import assemble
 
 pytestmark = pytest.mark.distributed
@@ -109,33 +109,3 @@ def test_a_scalar_stays_whole_and_follows_every_ranks_gradient(
     assert first["after"]["logit_scale"] != first["before"]["logit_scale"]
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(first["after"][name], parameter.detach(), rtol=1e-4, atol=1e-5)
-
-
-def run_compiled(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    import torch._dynamo
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(recipe.seed)
-    inputs = inputs_for(CASES["causal"], folder, recipe)
-    session = open_session(inputs.settings)
-    made = assemble(inputs, session)
-    losses = [
-        made.stepper.run(share(session, step, "causal", 2, torch.float32), rate=2e-3).loss
-        for step in range(STEPS)
-    ]
-    graphs = int(counters["stats"]["unique_graphs"])
-    torch._dynamo.reset()
-    return {"losses": losses, "graphs": graphs, "names": list(weights_of(made))}
-
-
-def test_compiled_blocks_train_as_the_others_do(pool: Pool, tmp_path: Path) -> None:
-    recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
-    plain = pool.run(run_compiled, 2, folder, recipe)[0]
-    compiled = dataclasses.replace(recipe, sharding=Sharding(compile=True))
-    for found in pool.run(run_compiled, 2, folder, compiled, timeout=400.0):
-        assert found["graphs"] > 0, "something was compiled"
-        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-        assert found["names"] == plain["names"], "parameters keep their names"
-    assert plain["graphs"] == 0
