@@ -95,7 +95,6 @@ def prepare(
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
     from fsdptool.source import consented, weights_left_out, with_places
-    from fsdptool.training.data.sources import check_place
 
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path.parent)
@@ -128,12 +127,7 @@ def prepare(
     if teacher_spec is not None:
         method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
-    if with_data or dry_run:
-        _check_libraries(recipe)
-    if with_data and not made_up:
-        _check_data(recipe, spec)
-    elif dry_run:
-        check_place(recipe.data)
+    _check_sources(recipe, spec, opened=with_data and not made_up, checked=with_data or dry_run)
     prediction, notes = _predict(spec, anatomy, run, device) if with_prediction else (None, ())
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
@@ -163,6 +157,25 @@ def prepare(
             *(() if with_data else ("data",)),
         ),
     )
+
+
+def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bool) -> None:
+    """Check that the data of a run can be read.
+
+    Args:
+        recipe: The recipe.
+        spec: The model.
+        opened: Open it and read its first rows.
+        checked: If it is not opened, check its libraries and its place.
+    """
+    from fsdptool.training.data.sources import check_place
+
+    if checked:
+        _check_libraries(recipe)
+    if opened:
+        _check_data(recipe, spec)
+    elif checked:
+        check_place(recipe.data)
 
 
 def _resolve(recipe: Recipe, settings: FsdpSettings, ranks: int) -> ResolvedRun:
