@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 _TESTED = frozenset({"causal_lm", "masked_lm"})
 """Objectives whose models were trained with compiled blocks and compared with eager ones
 (``tests/training/test_compilation.py``)."""
+
+MEASURED_TORCH = ("2.13",)
+"""Minor versions of torch whose compiled blocks were compared with measurements of memory
+(``benchmarks/memory/compiled.py``)."""
 
 _SEVERAL_INPUTS = ("vision_config", "audio_config")
 """Configurations of models of which a sample of text alone uses only a part."""
@@ -111,6 +116,8 @@ def _against(anatomy: Anatomy, run: ResolvedRun, *, on_this_machine: bool) -> Co
         return CompileReason.NESTED_UNITS
     if not _tested(anatomy.spec, recipe):
         return CompileReason.UNTESTED
+    if not _measured():
+        return CompileReason.TORCH_VERSION
     return CompileReason.NO_COMPILER if on_this_machine and not _has_compiler() else None
 
 
@@ -130,6 +137,14 @@ def _tested(spec: ModelSpec, recipe: Recipe) -> bool:
         and objective_for(recipe, spec).name in _TESTED
         and separates(SimpleNamespace(**text))
     )
+
+
+def _measured() -> bool:
+    """Say whether the memory of compiled blocks is known for the installed torch (or none is installed)."""
+    try:
+        return version("torch").split("+")[0].rpartition(".")[0] in MEASURED_TORCH
+    except PackageNotFoundError:
+        return True
 
 
 def _has_compiler() -> bool:

@@ -23,6 +23,7 @@ class CompileReason(StrEnum):
     VARYING_LENGTHS = "varying_lengths"
     NESTED_UNITS = "nested_units"
     UNTESTED = "untested"
+    TORCH_VERSION = "torch_version"
 
     @property
     def text(self) -> str:
@@ -44,6 +45,7 @@ _TEXTS = {
     CompileReason.ACTIVATION_OFFLOAD: "activation checkpointing moves their inputs to the host",
     CompileReason.VARYING_LENGTHS: "data.padding: longest changes the length from step to step",
     CompileReason.NESTED_UNITS: "they contain further FSDP units",
+    CompileReason.TORCH_VERSION: "their memory was not measured on the installed version of torch",
     CompileReason.UNTESTED: "this kind of model was not tested with compiled blocks",
 }
 

@@ -11,9 +11,9 @@ from memory_cases import LLAMA, Case
 
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.memory import footprint
-from fsdptool.memory.tracing.compiled_blocks import SUPPORTED_TORCH
 from fsdptool.memory.tracing.compiled_trace import REMAINS, trace_compiled
 from fsdptool.memory.tracing.tracer import traced_configuration
+from fsdptool.modeling.compilation import MEASURED_TORCH
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.trace import KINDS, Trace
@@ -21,7 +21,7 @@ from fsdptool.records.trace import KINDS, Trace
 SMALL = {**LLAMA, "num_hidden_layers": 2}
 FP32 = {"mixed_precision": "no"}
 supported = pytest.mark.skipif(
-    torch.__version__.split("+")[0].rpartition(".")[0] not in SUPPORTED_TORCH,
+    torch.__version__.split("+")[0].rpartition(".")[0] not in MEASURED_TORCH,
     reason="blocks are traced uncompiled on this torch",
 )
 

@@ -13,6 +13,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
 from fsdptool.launch.prepare import prepare
 from fsdptool.launch.start import write_run
+from fsdptool.modeling import compilation
 from fsdptool.modeling.compilation import decide_compilation
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import Options, make_plan, read_request
@@ -84,6 +85,7 @@ CASES: dict[CompileReason, list[_Case]] = {
         ("llama", {}, {"wrap_policy": "size", "min_num_params": 100}, {}),
         ("llama", {}, {"wrap_classes": ("LlamaDecoderLayer", "LlamaMLP")}, {}),
     ],
+    CompileReason.TORCH_VERSION: [("llama", {}, {}, {"torch": "2.12.1+cu130"})],
     CompileReason.UNTESTED: [
         ("t5", {}, {}, {}),
         ("classifier", {"objective": Objective(name="classification")}, {}, {}),
@@ -108,6 +110,7 @@ def test_every_reason_decides_once(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     for name, changes, settings, where in CASES[reason]:
+        monkeypatch.setattr(compilation, "version", {"torch": where.get("torch", "2.13.0")}.__getitem__)
         recipe = replace(Recipe(ModelChoice(models[name]), batch=Batch(sequence_length=16)), **changes)
         chosen = replace(FsdpSettings(mixed_precision="bf16"), **settings)
         run = resolve_run(recipe, chosen, loop=where.get("loop", OWN_LOOP))

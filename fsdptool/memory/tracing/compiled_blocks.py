@@ -25,9 +25,6 @@ from torch import nn
 
 from fsdptool.memory.tracing.recorder import SegmentRecorder
 
-SUPPORTED_TORCH = ("2.13",)
-"""Minor versions of torch that were compared with measurements (``benchmarks/memory/compiled.py``)."""
-
 
 class Fusion(Enum):
     """Which of a block's tensors exist.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from fsdptool.memory.tracing.compiled_blocks import (
-    SUPPORTED_TORCH,
     BlockCompiler,
     Fusion,
     UncompiledBlockError,
 )
+from fsdptool.modeling.compilation import MEASURED_TORCH
 from fsdptool.records.trace import Segment, Trace
 
 REMAINS = (
@@ -36,7 +36,7 @@ def trace_compiled(
         reason: Why no block can be compiled; None if nothing is known against it.
     """
     version = torch.__version__.split("+")[0]
-    if version.rpartition(".")[0] not in SUPPORTED_TORCH:
+    if version.rpartition(".")[0] not in MEASURED_TORCH:
         reason = f"compiled blocks were not compared with measurements on torch {version}"
     if reason is not None:
         return replace(eager, unknowns=(*eager.unknowns, f"{_EAGER} {reason}"))
