@@ -27,6 +27,7 @@ from fsdptool.spelling import integer
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
 _HYDRA = re.compile(r"\+{0,2}~?([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
 _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
+_EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
 _SINGLE = frozenset(
     {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
 )
@@ -50,7 +51,7 @@ def describe_run(
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
     if form is not None and form.name == "flags":
-        found = _of_command(source.text, files, program)
+        found = _of_command(source, files, program)
     else:
         found = _of_file(source, files, program)
     if found is None:
@@ -76,7 +77,10 @@ def _as_published(run: DescribedRun) -> DescribedRun:
 
 def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
     try:
-        document = parse_source(source, sniff_dialect(source.text))
+        if len(_EXPORT.findall(source.text)) > 2:
+            document = parse_environment(source.text)
+        else:
+            document = parse_source(source, sniff_dialect(source.text))
     except ParseError as error:
         where = f":{source.place(error.index)[0]}" if error.index is not None else ""
         raise ConfigError(f"{source.path or 'the text'}{where}: {error.message}") from error
@@ -87,10 +91,23 @@ def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tupl
     if reader is None:
         return None
     hints = f"{source.path or ''}\n{' '.join(_COMMENT.findall(source.text))}"
-    return reader, RunFile(_plain(root), hints=hints, beside=partial(_beside, files))
+    launch = _launched_beside(source.path, files)
+    data = _plain(root)
+    return reader, RunFile(data, launch, source.path, hints, beside=partial(_beside, files))
 
 
-def _of_command(text: str, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
+def _launched_beside(path: str | None, files: NamedFiles) -> Launch:
+    """Return what ``NAME.accelerate.yaml`` beside a file sets: the accelerate file of its launch."""
+    if path is None:
+        return Launch()
+    data = _beside(files, f"{Path(path).stem}.accelerate.yaml")
+    return _settings(Launch(), {}, data) if isinstance(data, dict) else Launch()
+
+
+def _of_command(
+    source: SourceText, files: NamedFiles, program: str | None
+) -> tuple[RunFormat, RunFile] | None:
+    text = source.text
     assigned = parse_environment(text).root
     environment = {str(e.key): str(e.node.value) for e in (assigned.entries if assigned is not None else ())}
     for command in find_commands(text) or (parse_command(text),):
@@ -112,8 +129,12 @@ def _of_command(text: str, files: NamedFiles, program: str | None) -> tuple[RunF
                 problems.append(f"{named} is not read: what it sets is not known")
         for key, value in (*data.items(), *overrides):
             _put(base, key.split("."), value)
+        if launch.fsdp is None and launch.program == "accelerate":
+            launch = _merged(launch, _launched_beside(source.path, files))
         launch = replace(launch, problems=tuple(problems))
-        return reader, RunFile(base, launch, environment=environment, beside=partial(_beside, files))
+        return reader, RunFile(
+            base, launch, source.path, environment=environment, beside=partial(_beside, files)
+        )
     return None
 
 
@@ -260,12 +281,30 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
             data = read
         else:
             problems.append(f"accelerate's file {named} is not read: what it sets is not known")
+    return replace(_settings(launch, flags, data, named is not None), problems=tuple(problems))
+
+
+def _merged(launch: Launch, other: Launch) -> Launch:
+    """Return a launch with what its accelerate file adds to it."""
+    names = ("fsdp", "wrap_classes", "reshard", "cpu_offload", "checkpointing", "deepspeed")
+    return replace(
+        launch,
+        processes=launch.processes or other.processes,
+        mixed_precision=launch.mixed_precision or other.mixed_precision,
+        **{name: getattr(other, name) for name in names},
+    )
+
+
+def _settings(
+    launch: Launch, flags: Mapping[str, Any], data: Mapping[str, Any], named: bool = True
+) -> Launch:
+    """Return what flags of ``accelerate launch``, and the settings of its file under them, set."""
     block = data.get("fsdp_config")
     settings = {**(block if isinstance(block, dict) else {})}
     settings |= {key: value for key, value in flags.items() if key.startswith("fsdp_")}
     kind = str(data.get("distributed_type", "NO")).upper()
     processes = integer(flags.get("num_processes", data.get("num_processes")))
-    if processes is None and named is None and not flags.keys() & {"multi_gpu", "use_fsdp"}:
+    if processes is None and not named and not flags.keys() & {"multi_gpu", "use_fsdp"}:
         gpus = flags.get("gpu_ids")
         processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
     precision = flags.get("mixed_precision", data.get("mixed_precision"))
@@ -274,7 +313,6 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
         processes=processes,
         mixed_precision=None if precision is None else str(precision),
         deepspeed=kind == "DEEPSPEED" or "use_deepspeed" in flags,
-        problems=tuple(problems),
     )
     if kind != "FSDP" and "use_fsdp" not in flags:
         return launch

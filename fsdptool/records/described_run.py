@@ -100,6 +100,7 @@ class DescribedRun:
         objective: What is minimised: ``sft``, ``pretrain``, ``dpo``, ``grpo``, ``diffusion``, ...
         sequence_length: Tokens of a row.
         height, width, frames: Pixels and frames of a sample.
+        pixel_area: Pixels of the largest image or frame, where its sides vary.
         packing: Whether samples are joined into full rows.
         micro_batch: Samples (or rows) of one forward pass of a data-parallel rank.
         accumulation: Forward passes of an optimizer step.
@@ -143,6 +144,7 @@ class DescribedRun:
     height: int | None = None
     width: int | None = None
     frames: int | None = None
+    pixel_area: int | None = None
     packing: bool | None = None
     micro_batch: int | None = None
     accumulation: int | None = None

@@ -83,12 +83,14 @@ def layer_classes_of(family: str | None) -> tuple[str, ...]:
 def _known() -> dict[str, tuple[str, str]]:
     """Return the catalogue by plain names: the reference, and the hub id it was published under."""
     found: dict[str, tuple[str, str]] = {}
-    denoisers = ("transformer", "unet", None)
-    for family in load_registry().all():
-        for flavour in family.flavours().values():
-            if flavour.hub_id and flavour.component in denoisers and not flavour.name.startswith("tiny"):
-                # Of several components of one pipeline the first denoiser is the model that is trained.
-                found.setdefault(_plain(flavour.hub_id), (f"{family.name}:{flavour.name}", flavour.hub_id))
+    # Of several components of one pipeline the denoiser is the model that is trained.
+    for components in (("transformer", "unet"), (None,)):
+        for family in load_registry().all():
+            for flavour in family.flavours().values():
+                if flavour.hub_id and flavour.component in components:
+                    found.setdefault(
+                        _plain(flavour.hub_id), (f"{family.name}:{flavour.name}", flavour.hub_id)
+                    )
     return found
 
 

@@ -23,12 +23,6 @@ WORDS = frozenset(
 """Facts that the index may hold as a sentence: compared only where it holds the word itself."""
 
 
-READ = (
-    "automodel", "axolotl", "llamafactory", "ms-swift", "torchtitan", "torchtune", "trainer", "trl", "verl",
-)  # fmt: skip
-"""Folders of programs whose runs are read."""
-
-
 def folder() -> Path | None:
     """Return the folder ``FSDPTOOL_TRAINING_CORPUS`` names, or None where there is none."""
     named = os.environ.get("FSDPTOOL_TRAINING_CORPUS")

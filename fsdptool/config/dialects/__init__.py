@@ -143,7 +143,9 @@ def load_registry() -> DialectRegistry:
 
 
 _RUN_FORMATS: tuple[str, ...] = (
+    "fsdptool.config.dialects.ai_toolkit:AiToolkit",
     "fsdptool.config.dialects.automodel:AutoModel",
+    "fsdptool.config.dialects.diffusers:Diffusers",
     "fsdptool.config.dialects.ms_swift:MsSwift",
     "fsdptool.config.dialects.verl:Verl",
 )

@@ -6,7 +6,7 @@ A program's table (:class:`RunKeys`) lists its keys; its dialect decides the fac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,6 +27,12 @@ DTYPES = {
     "fp8": "fp8",
 }  # fmt: skip
 """What programs write for a dtype, and the word of :class:`DescribedRun`."""
+
+
+def area_of(sides: Iterable[int]) -> int | None:
+    """Return the pixels of the largest of several square sizes."""
+    return max((side * side for side in sides), default=None)
+
 
 _WIDTH = {"bf16": 16, "fp16": 16, "fp32": 32}
 _INACTIVE = (None, False, 0, "", "none", "None", "no", "false", "False")
@@ -121,6 +127,7 @@ class RunFile:
     Attributes:
         data: The keys with their values; sections are mappings.
         launch: What starts the program.
+        path: The file, or None for text.
         hints: The comments of the text and the name of its file: where a program's file does not say what
         reads
             it, they may.
@@ -131,10 +138,24 @@ class RunFile:
 
     data: Mapping[str, Any]
     launch: Launch = Launch()
+    path: str | None = None
     hints: str = ""
     version: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[str], Any] = lambda name: None
+
+
+def beside(file: RunFile, *names: str | None) -> Any:
+    """Return the first of several files that can be read, as plain data, or None.
+
+    A name is looked for as it is written, then without its folders beside the file that names it.
+    """
+    for name in names:
+        for place in (name, name.rpartition("/")[2]) if name else ():
+            found = file.beside(place)
+            if found is not None:
+                return found
+    return None
 
 
 def dtype_word(value: object) -> str | None:

@@ -28,8 +28,10 @@ from fsdptool.files.tree import Entry, effective_entries, to_python
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document, Node
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 NAME = "simpletuner"
@@ -133,6 +135,23 @@ class SimpleTuner(Dialect):
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""
         read(lint)
+
+    def describes(self, root: Node) -> float:
+        """Return :meth:`matches`, and whether the variables are those of versions before 2.0."""
+        keys = {str(entry.key) for entry in root.entries}
+        return 1.0 if {"MODEL_TYPE", "TRAIN_BATCH_SIZE"} <= keys else self.matches(root)
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line starts SimpleTuner."""
+        if launch.program == "simpletuner" or launch.script.startswith("simpletuner."):
+            return 1.0
+        return 1.0 if "model_family" in names and names & {"model_type", "data_backend_config"} else 0.0
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a file or a command line."""
+        from fsdptool.config.dialects.simpletuner.run import describe
+
+        return describe(file)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the FSDP part of SimpleTuner's ``config.json``.

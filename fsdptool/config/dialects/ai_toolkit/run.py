@@ -1,0 +1,118 @@
+"""The run that an ai-toolkit file describes: the first process that trains.
+
+Source: ai-toolkit 0.12.26 ``toolkit/config_modules.py``, ``jobs/process/BaseSDTrainProcess.py:117,1899,1983``
+(adapters in fp32), ``toolkit/buckets.py:21`` (sizes keep the area of a square).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fsdptool.config.dialects.ai_toolkit.run_keys import KEYS
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, area_of, dtype_word, state_bits
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_QUANTISED = {
+    "qfloat8": ("float8 e4m3 (quanto qfloat8)", "float8"),
+    "float8": ("float8 e4m3 (torchao)", "float8"),
+    "qint8": ("int8 (quanto)", "int8"),
+    "int8": ("int8 (torchao)", "int8"),
+    "qint4": ("int4 (quanto)", "int4"),
+    "convrot8": ("int8 (convrot8)", "int8"),
+}
+"""``qtype`` (without the path behind a bar), the dtype of the base and the quantisation."""
+_TARGETS = "linear layers of the transformer blocks"
+
+
+def describe(file: RunFile) -> DescribedRun | None:
+    """Return the run of a file; None where no process trains."""
+    process = _process(file.data)
+    if process is None:
+        return None
+    read = RunReader(replace(file, data=process), KEYS)
+    dtype = dtype_word(read.text("train.dtype")) or "fp32"
+    network = read.raw("network")
+    adapter = isinstance(network, Mapping)
+    kind = (read.text("network.type") or "lora").lower() if adapter else ""
+    low_rank = kind in ("lora", "locon", "dora") or (
+        kind == "lokr" and not read.flag("network.lokr_full_rank")
+    )
+    base, quantisation = _base(read, dtype)
+    micro, steps = read.whole("train.batch_size"), read.whole("train.steps")
+    legacy = read.whole("train.gradient_accumulation_steps")
+    accumulation = read.whole("train.gradient_accumulation") or 1
+    if legacy is not None and legacy > 1 and accumulation == 1:
+        accumulation = legacy
+        read.notes.append("gradient_accumulation_steps: every micro-batch counts as a step")
+        steps = steps // legacy if steps else steps
+    if read.has("train.gradient_accumulation") and (legacy or 1) > 1:
+        read.problems.append("gradient_accumulation and gradient_accumulation_steps exclude each other")
+    sides, frames = _datasets(read)
+    if (read.raw("sample.num_frames") or 1) != 1 and frames == 1:
+        read.notes.append("sample.num_frames concerns samples only: images are trained")
+    optimizer = (read.text("train.optimizer") or "adamw").lower()
+    stored = "fp32" if adapter else dtype
+    attention = (read.text("train.attention_backend") or "native").lower()
+    return read.describe(
+        model=read.text("model.name_or_path"),
+        method="lora" if adapter else "full",
+        lora_rank=read.whole("network.linear", "network.rank") if adapter and low_rank else None,
+        lora_targets=_TARGETS if adapter else None,
+        base_dtype=base if adapter else None,
+        quantisation=quantisation,
+        stored_dtype=stored,
+        compute_dtype=dtype,
+        objective="diffusion",
+        frames=frames,
+        pixel_area=area_of(sides),
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=micro * accumulation if micro is not None else None,
+        optimizer=optimizer,
+        optimizer_state_bits=None if optimizer == "adafactor" else state_bits(optimizer, stored),
+        gradient_checkpointing="full" if read.flag("train.gradient_checkpointing") else "none",
+        attention="sdpa" if attention == "native" else attention,
+        fused_loss="none",
+        compile=read.flag("model.compile"),
+        processes=1,
+        fsdp="none",
+        wrap_classes=(),
+        cpu_offload=False,
+        mesh=DescribedMesh(dp_replicate=1, dp_shard=1),
+        steps=steps,
+    )
+
+
+def _process(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    config = data.get("config")
+    listed = config.get("process") if isinstance(config, Mapping) else None
+    found = (item for item in listed or () if isinstance(item, Mapping) and "train" in item)
+    return next(found, None)
+
+
+def _base(read: RunReader, dtype: str) -> tuple[str, str]:
+    read.use("model.qtype", "model.arch", "model.is_flux")
+    if not read.flag("model.quantize"):
+        return dtype, "none"
+    kind, bar, _ = (read.text("model.qtype") or "qfloat8").partition("|")
+    base, word = _QUANTISED.get(kind.lower(), (kind, kind))
+    return f"{kind} with an accuracy recovery adapter" if bar else base, word
+
+
+def _datasets(read: RunReader) -> tuple[list[int], int]:
+    """Return the sides of the squares that images are as large as, and the frames of a sample."""
+    listed = read.value("datasets")
+    sides: list[int] = []
+    frames = 1
+    for item in listed if isinstance(listed, list) else []:
+        if not isinstance(item, Mapping):
+            continue
+        sizes = item.get("resolution", 512)
+        for size in sizes if isinstance(sizes, list) else [sizes]:
+            if isinstance(size, int | float):
+                sides.append(int(size))
+        count = item.get("num_frames", 1)
+        frames = max(frames, count if isinstance(count, int) else 1)
+    return sides, frames

@@ -1,0 +1,46 @@
+"""Command lines of diffusers' training scripts: only the run that they describe is read."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fsdptool.config.dialects.protocol import RunFormat
+
+if TYPE_CHECKING:
+    from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.files.tree import Node
+    from fsdptool.records.described_run import DescribedRun
+
+_SCRIPT = re.compile(
+    r"(?:^|\.)train_(?:dreambooth|text_to_image|controlnet|cogvideox|unconditional|instruct_pix2pix|custom|lcm"
+    r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora)\w*$"
+)
+
+
+class Diffusers(RunFormat):
+    """``accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path ...``."""
+
+    name = "diffusers"
+
+    def describes(self, root: Node) -> float:
+        """Return 0: the scripts have no files of their own."""
+        return 0.0
+
+    def starts(self, launch: Launch, names: frozenset[str]) -> float:
+        """Return how surely a command line is that of one of diffusers' scripts, or of a copy."""
+        if "pretrained_model_name_or_path" not in names or names & {"model_family", "network_module"}:
+            return 0.0
+        if _SCRIPT.search(launch.script):
+            return 1.0
+        return (
+            0.92
+            if len(names & {"train_batch_size", "resolution", "instance_data_dir", "train_data_dir"}) > 1
+            else 0.0
+        )
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the run of a command line."""
+        from fsdptool.config.dialects.diffusers.run import describe
+
+        return describe(file)

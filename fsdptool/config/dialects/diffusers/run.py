@@ -1,0 +1,105 @@
+"""The run that a command line of a training script of diffusers describes.
+
+Source: diffusers 0.40.0.dev0 ``examples/dreambooth/train_dreambooth_lora_flux.py:1245-1358`` (dtypes of
+base and adapters), ``train_dreambooth_flux.py:1173`` (fp32 weights),
+``text_to_image/train_text_to_image_sdxl.py:705``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdptool.config.dialects.diffusers.run_keys import BATCHES, EPOCHS, KEYS, TARGETS
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a command line."""
+    read = RunReader(file, KEYS)
+    launch = file.launch
+    script = launch.script.rpartition(".")[2].lower()
+    adapter = "lora" in script
+    precision = read.text("mixed_precision") or launch.mixed_precision
+    known = precision is not None or not launch.fsdp
+    compute = dtype_word(precision or "no") if known else None
+    base = compute if adapter else None
+    stored = ("fp32" if compute == "fp16" else compute) if adapter else "fp32"
+    micro = read.whole("train_batch_size") if read.has("train_batch_size") else _batch(read, script)
+    accumulation = read.whole("gradient_accumulation_steps")
+    processes = launch.processes if launch.processes and not read.has("gpu_ids") else None
+    if launch.processes == 1 and launch.program == "accelerate":
+        processes = None
+    sharded = launch.fsdp is not None
+    mesh = (
+        DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
+    )
+    optimizer = (read.text("optimizer") or "AdamW").lower()
+    recomputes = read.flag("gradient_checkpointing") or launch.checkpointing
+    if read.flag("use_8bit_adam"):
+        optimizer = "adamw8bit"
+    steps = read.whole("max_train_steps")
+    epochs = None if steps else _epochs(read, script)
+    return read.describe(
+        model=read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path"),
+        method="lora" if adapter else "full",
+        lora_rank=read.whole("rank") if adapter else None,
+        lora_targets=_targets(read, script) if adapter else None,
+        base_dtype=base,
+        quantisation="none",
+        stored_dtype=stored,
+        compute_dtype=compute,
+        objective="diffusion",
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=global_batch(micro, accumulation, processes, mesh),
+        optimizer=optimizer,
+        optimizer_state_bits=state_bits(optimizer, stored),
+        gradient_checkpointing="full"
+        if read.flag("gradient_checkpointing") or launch.checkpointing
+        else "none",
+        attention="sdpa",
+        fused_loss="none",
+        compile=False,
+        processes=processes,
+        fsdp=launch.fsdp or "none",
+        wrap_classes=(*(launch.wrap_classes or ()), "root") if sharded else (),
+        reshard=launch.reshard,
+        cpu_offload=launch.cpu_offload,
+        mesh=mesh,
+        steps=steps,
+        epochs=epochs,
+        **_sizes(read, script),
+    )
+
+
+def _batch(read: RunReader, script: str) -> int | None:
+    found = next((size for part, size in BATCHES.items() if part in script), None)
+    if found is None:
+        return read.whole("train_batch_size")
+    return int(read.default("train_batch_size", found, f"examples: {script}.py"))
+
+
+def _epochs(read: RunReader, script: str) -> float | None:
+    found = next((count for part, count in EPOCHS.items() if part in script), None)
+    if found is None or read.has("num_train_epochs"):
+        return read.number("num_train_epochs")
+    return float(read.default("num_train_epochs", found, f"examples: {script}.py"))
+
+
+def _targets(read: RunReader, script: str) -> tuple[str, ...]:
+    named = read.names("lora_layers")
+    if named:
+        return (named,) if isinstance(named, str) else named
+    return next(targets for part, targets in TARGETS.items() if part in script)
+
+
+def _sizes(read: RunReader, script: str) -> dict[str, Any]:
+    if "cogvideo" in script or read.has("max_num_frames"):
+        return {
+            "height": read.whole("height"),
+            "width": read.whole("width"),
+            "frames": read.whole("max_num_frames"),
+        }
+    side = read.whole("resolution")
+    return {"height": side, "width": side}

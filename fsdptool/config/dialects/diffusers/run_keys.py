@@ -1,0 +1,68 @@
+"""The flags of diffusers' training scripts, by what they change, and the defaults that decide a run.
+
+Source: diffusers 0.40.0.dev0 (58eb52c0) ``examples/dreambooth``, ``examples/text_to_image``,
+``examples/cogvideo``, ``examples/controlnet``.
+"""
+
+from __future__ import annotations
+
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+
+KEYS = RunKeys(
+    program="diffusers",
+    version="0.40.0.dev0",
+    defaults={
+        "rank": (4, "examples/dreambooth/train_dreambooth_lora_flux.py:378"),
+        "gradient_accumulation_steps": (1, "examples/dreambooth/train_dreambooth_lora_flux2.py:519"),
+        "num_train_epochs": (1, "examples/dreambooth/train_dreambooth_lora_flux.py"),
+        "train_batch_size": (4, "examples/dreambooth/train_dreambooth_lora_flux.py"),
+        "gradient_checkpointing": (False, "examples/dreambooth/train_dreambooth_lora_flux.py:485"),
+        "resolution": (512, "examples/dreambooth/train_dreambooth_lora_flux.py"),
+        "optimizer": ("AdamW", "examples/dreambooth/train_dreambooth_lora_flux.py"),
+    },
+    memory=sides(
+        less="do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling",
+        more="""
+        use_ema train_text_encoder with_prior_preservation train_text_encoder_ti
+        controlnet_model_name_or_path use_dora
+        """,
+        either="""
+        enable_xformers_memory_efficient_attention lora_layers aspect_ratio_buckets
+        bnb_quantization_config_path upcast_before_saving transformer_config max_sequence_length
+        """,
+    ),
+    time=names("allow_tf32 dataloader_num_workers torch_compile"),
+    numbers=names("""
+    snr_gamma noise_offset weighting_scheme logit_mean logit_std mode_scale guidance_scale
+    proportion_empty_prompts lora_dropout noise_scheduler input_perturbation
+    """),
+    no_effect=names("""
+    instance_data_dir instance_data_root instance_prompt class_data_dir class_prompt
+    num_class_images train_data_dir dataset_name dataset_config_name cache_dir image_column
+    caption_column video_column output_dir seed center_crop random_flip learning_rate
+    text_encoder_lr scale_lr lr_* adam_* prodigy_* max_grad_norm push_to_hub hub_* logging_dir
+    report_to local_rank validation_* num_validation_* checkpointing_steps checkpoints_total_limit
+    resume_from_checkpoint revision variant repeats id_token sample_batch_size prior_loss_weight
+    max_train_samples fps skip_frames_* image_interpolation_mode tracker_* lora_alpha
+    conditioning_image_column set_grads_to_none prior_reflow_data_root skip_final_inference
+    final_validation_prompt tracker_project_name non_ema_revision prediction_type
+    pretrained_vae_model_name_or_path vae_model_name_or_path foreach_ema dataset_file
+    """),
+    unknown="script",
+)
+
+TARGETS = {
+    "flux2": (
+        "to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "attn.to_out of 48 single blocks",
+    ),
+    "flux": (
+        "attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj",
+        "attn.add_v_proj", "attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj",
+        "ff_context.net.2",
+    ),
+    "": ("to_k", "to_q", "to_v", "to_out.0"),
+}  # fmt: skip
+"""Part of a script's name, and the modules that it adapts; the first that fits counts."""
+EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1}
+BATCHES = {"text_to_image": 16}
+"""Part of a script's name, and its default where that differs."""

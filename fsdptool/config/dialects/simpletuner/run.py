@@ -1,0 +1,200 @@
+"""The run that a SimpleTuner file describes, with the data backend that it names.
+
+Source: SimpleTuner 4.8.0 ``helpers/configuration/cmd_args.py:982-1109`` (steps, dtype of weights),
+``helpers/training/optimizers/adamw_bfloat16`` (three states in bf16), ``helpers/training/trainer.py:3898``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from fsdptool.config.dialects.run_reader import (
+    RunFile,
+    RunReader,
+    beside,
+    dtype_word,
+    global_batch,
+    state_bits,
+)
+from fsdptool.config.dialects.simpletuner.run_keys import ENVIRONMENT, KEYS, MODELS, SWITCHES
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_TARGETS = ("to_k", "to_q", "to_v", "to_out.0")
+_TRAINED = frozenset({"image", "video", "audio", ""})
+
+
+def describe(file: RunFile) -> DescribedRun:
+    """Return the run of a file or a command line."""
+    file = replace(file, data=_flags(file.data))
+    read = RunReader(file, KEYS)
+    launch = file.launch
+    model = _model(read)
+    method = (read.text("model_type") or "full").lower()
+    adapter = method == "lora"
+    standard = adapter and (read.text("lora_type") or "standard").lower() == "standard"
+    dtype = _weights(read)
+    precision = (read.text("base_model_precision") or "no_change").lower()
+    base, quantisation = _base(precision, dtype)
+    named = (read.text("optimizer") or "").lower()
+    optimizer = named.replace("-", "_") if named in ("adamw-bf16", "adamw-8bit") else named
+    if optimizer != named:
+        read.problems.append(f"optimizer {named} is no name of SimpleTuner 4.8: read as {optimizer}")
+    fsdp = launch.fsdp or (read.whole("fsdp_version") if read.flag("fsdp_enable") else None)
+    processes = launch.processes or read.whole("num_processes")
+    read.use(
+        "fsdp_reshard_after_forward", "fsdp_cpu_offload", "fsdp_activation_checkpointing", "mixed_precision"
+    )
+    micro, accumulation = read.whole("train_batch_size"), read.whole("gradient_accumulation_steps")
+    cp = read.whole("context_parallel_size") or 1
+    replicas = 1 if fsdp or (processes or 1) == 1 else -1
+    mesh = DescribedMesh(dp_replicate=replicas, dp_shard=-1 if fsdp else 1, cp=cp)
+    steps = read.whole("max_train_steps")
+    epochs = None if steps else read.number("num_train_epochs")
+    read.use("num_train_epochs", "lora_alpha")
+    attention = read.text("attention_mechanism") or "diffusers"
+    recomputes = read.flag("gradient_checkpointing") or read.flag("fsdp_activation_checkpointing")
+    return read.describe(
+        model=model,
+        method=method,
+        lora_rank=read.whole("lora_rank") if standard else None,
+        lora_targets=_TARGETS if standard else None,
+        base_dtype=base if adapter else None,
+        quantisation=quantisation,
+        stored_dtype=dtype,
+        compute_dtype=dtype_word(read.text("mixed_precision")) or "bf16",
+        reduce_dtype=None,
+        objective="diffusion",
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=global_batch(micro, accumulation, processes, mesh),
+        optimizer=optimizer,
+        optimizer_state_bits=16 if optimizer.endswith("bf16") else state_bits(optimizer, dtype),
+        gradient_checkpointing="full" if recomputes else "none",
+        attention="sdpa" if attention == "diffusers" else attention,
+        fused_loss="none",
+        compile=(read.text("dynamo_backend") or "no").lower() != "no",
+        processes=processes,
+        fsdp=fsdp if fsdp in (1, 2) else "none",
+        wrap_classes=_classes(read, launch.wrap_classes) if fsdp else (),
+        reshard=(read.raw("fsdp_reshard_after_forward") not in (False, "false")) if fsdp else None,
+        cpu_offload=launch.cpu_offload or read.flag("fsdp_cpu_offload"),
+        mesh=mesh,
+        steps=steps or None,
+        epochs=epochs or None,
+        **_sizes(read, file),
+    )
+
+
+def _flags(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys without leading dashes; of a shell file the flags that its variables stand for."""
+    plain = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
+    if not any(key in plain for key in ("MODEL_TYPE", "TRAINER_EXTRA_ARGS")):
+        return plain
+    flags: dict[str, Any] = {"model_family": "sdxl"}
+    for key, value in plain.items():
+        if key in SWITCHES:
+            flags |= {"model_family": SWITCHES[key]} if str(value).lower() == "true" else {}
+        elif key == "TRAINER_EXTRA_ARGS":
+            flags |= dict(_extra(str(value)))
+        else:
+            flags[ENVIRONMENT.get(key, key.lower())] = value
+    return flags
+
+
+def _extra(text: str) -> Iterable[tuple[str, Any]]:
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            yield name[2:].replace("-", "_"), value if equals else True if after.startswith("--") else after
+
+
+def _model(read: RunReader) -> str | None:
+    family = (read.text("model_family") or "").lower()
+    flavour = read.text("model_flavour", "model_flavor")
+    named = read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path")
+    read.use("pretrained_model_name_or_path")
+    if named is not None:
+        return named
+    found = MODELS.get((family, flavour.lower() if flavour else None))
+    if found is not None and flavour is None:
+        read.default("model_flavour", found, "helpers/models/*/model.py: DEFAULT_MODEL_FLAVOUR")
+    return found or f"{family} {flavour or ''}".strip() or None
+
+
+def _weights(read: RunReader) -> str:
+    """Return the dtype of the weights that train (cmd_args.py:1109)."""
+    mixed = dtype_word(read.text("mixed_precision")) or "bf16"
+    quantised = (read.text("base_model_precision") or "no_change") not in ("no_change", "bf16")
+    if mixed == "bf16" or (quantised and read.text("base_model_default_dtype") == "bf16"):
+        return "bf16"
+    return mixed
+
+
+def _base(precision: str, dtype: str) -> tuple[str, str]:
+    """Return the dtype of a frozen base and its quantisation."""
+    kind, _, library = precision.partition("-")
+    if precision in ("no_change", "bf16", "fp32", "fp16"):
+        return dtype, "none"
+    word = "float8" if kind.startswith("fp8") else kind
+    return f"{word} ({library})", word
+
+
+def _classes(read: RunReader, launched: tuple[str, ...] | None) -> tuple[str, ...]:
+    own = read.names("fsdp_transformer_layer_cls_to_wrap")
+    listed = own if isinstance(own, tuple) else (own,) if own else launched or ()
+    return (*listed, "root")
+
+
+def _sizes(read: RunReader, file: RunFile) -> dict[str, Any]:
+    """Return the sizes of the samples that train: the data backend's values win over the file's."""
+    own = (read.number("resolution"), read.text("resolution_type") or "pixel_area")
+    named = read.text("data_backend_config")
+    stem = PurePath(file.path).stem if file.path is not None else None
+    backends = beside(file, named, f"{stem}.multidatabackend.json" if stem else None)
+    if not isinstance(backends, list):
+        if named is not None:
+            read.problems.append(f"data_backend_config {named} is not read: its sizes would count")
+        side = int(own[0]) if own[0] and own[1] == "pixel" else None
+        area = _area(*own)
+        return {"height": side, "width": side, "pixel_area": area}
+    trained = [
+        item
+        for item in backends
+        if isinstance(item, Mapping)
+        and str(item.get("dataset_type", "")) in _TRAINED
+        and not item.get("disabled")
+    ]
+    areas, squares, frames = [], [], []
+    for item in trained:
+        size = item.get("resolution", own[0])
+        kind = str(item.get("resolution_type", own[1]))
+        area = _area(size, kind)
+        if area is not None:
+            areas.append(area)
+        cropped = (
+            str(item.get("crop", "false")).lower() == "true" and item.get("crop_aspect", "square") == "square"
+        )
+        squares.append(cropped)
+        video = item.get("video")
+        if isinstance(video, Mapping) and video.get("num_frames"):
+            frames.append(int(video["num_frames"]))
+    largest = max(areas, default=None)
+    side = round(largest**0.5) if largest is not None and squares and all(squares) else None
+    return {"height": side, "width": side, "frames": max(frames, default=None), "pixel_area": largest}
+
+
+def _area(size: object, kind: str) -> int | None:
+    """Return the pixels of a resolution: a side, or megapixels of which 1.0 is 1024 x 1024."""
+    try:
+        value = float(str(size))
+    except ValueError:
+        return None
+    return round(value * 1024 * 1024) if kind == "area" else round(value * value)

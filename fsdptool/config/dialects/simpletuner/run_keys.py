@@ -1,0 +1,126 @@
+"""The keys of SimpleTuner's files, by what they change, and the models of its families.
+
+Source: SimpleTuner 4.8.0 (bc8e6ab7) ``simpletuner_sdk/server/services/field_registry/sections``,
+``helpers/models/*/model.py``, ``helpers/configuration/cmd_args.py``.
+"""
+
+from __future__ import annotations
+
+from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+
+_SECTIONS = "simpletuner_sdk/server/services/field_registry/sections"
+
+KEYS = RunKeys(
+    program="simpletuner",
+    version="4.8.0",
+    defaults={
+        "model_type": ("full", f"{_SECTIONS}/model.py:203"),
+        "train_batch_size": (4, f"{_SECTIONS}/training.py:67"),
+        "gradient_accumulation_steps": (1, f"{_SECTIONS}/training.py:167"),
+        "gradient_checkpointing": (True, f"{_SECTIONS}/training.py:224"),
+        "optimizer": ("adamw_bf16", f"{_SECTIONS}/training.py:114"),
+        "num_train_epochs": (1, f"{_SECTIONS}/training.py:26"),
+        "lora_rank": (16, f"{_SECTIONS}/lora.py:25"),
+        "lora_type": ("standard", f"{_SECTIONS}/lora.py:70"),
+        "base_model_precision": ("no_change", f"{_SECTIONS}/model.py:451"),
+        "base_model_default_dtype": ("bf16", f"{_SECTIONS}/model.py:1242"),
+        "mixed_precision": ("bf16", f"{_SECTIONS}/advanced.py:689"),
+        "attention_mechanism": ("diffusers", f"{_SECTIONS}/advanced.py:743"),
+        "dynamo_backend": ("no", f"{_SECTIONS}/advanced.py:2039"),
+        "num_processes": (1, f"{_SECTIONS}/advanced.py:1909"),
+        "fsdp_enable": (False, f"{_SECTIONS}/advanced.py:1667"),
+        "fsdp_version": (2, f"{_SECTIONS}/advanced.py:1684"),
+        "resolution": (1024, f"{_SECTIONS}/data.py:26"),
+        "resolution_type": ("pixel_area", f"{_SECTIONS}/data.py:49"),
+    },
+    memory=sides(
+        less="""
+        ramtorch ramtorch_text_encoder enable_group_offload group_offload musubi_blocks_to_swap
+        gradient_checkpointing_interval layer_freeze_strategy optimizer_cpu_offload_method
+        optimizer_release_gradients
+        """,
+        more="""
+        use_ema ema_device controlnet use_dora prior_preservation train_text_encoder tread_config
+        offload_during_startup_disabled lycoris_config
+        """,
+        either="""
+        optimizer_config text_encoder_1_precision gradient_precision distillation_method
+        unet_attention_slice fuse_qkv_projections fuse_optimizer vae_cache_ondemand
+        """,
+    ),
+    time=names("""
+    dynamo_mode dynamo_fullgraph dynamo_dynamic dynamo_use_regional_compilation ramtorch_disable_*
+    dataloader_prefetch dataloader_prefetch_qlen allow_tf32 disable_tf32
+    """),
+    numbers=names("""
+    flow_schedule_shift flow_schedule_auto_shift noise_offset snr_gamma min_snr_gamma
+    input_perturbation loss_type caption_dropout_probability lora_dropout weight_noise
+    """),
+    no_effect=names("""
+    resume_from_checkpoint aspect_bucket_* seed minimum_image_size maximum_image_size
+    disable_benchmark output_dir checkpoint* training_scheduler_* timestep_* learning_rate lr_*
+    max_grad_norm evaluation_type freeze_encoder_strategy validation_* num_validation_images
+    num_eval_images eval_* hub_* push_* report_to tracker_* logging_dir vae_* write_batch_size
+    read_batch_size text_embed_* image_processing_batch_size compress_disk_cache skip_file_discovery
+    cache_* inference_scheduler_* instance_prompt user_prompt_library quantize_via
+    disable_bucket_pruning grad_clip_method model_card_* ramtorch_* group_offload_* delete_*
+    noise_scheduler i_know_what_i_am_doing metadata_update_interval max_workers aws_*
+    torch_num_threads print_filenames print_sampler_statistics override_dataset_config ema_*
+    keep_vae_loaded webhook_config flux_* init_lora preserve_data_backend_cache accelerate_*
+    lora_alpha lr_end adam_* optimizer_beta* optimizer_weight_decay snr_weight max_train_samples
+    local_rank set_grads_to_none offload_during_startup data_backend_sampling num_machines
+    main_process_* same_network repa_* disable_accelerator default_negative_prompt
+    model_flavour_description peft_lora_mode
+    """),
+    unknown="refused",
+)
+
+MODELS = {
+    ("flux", None): "black-forest-labs/FLUX.1-Krea-dev",
+    ("flux", "krea"): "black-forest-labs/FLUX.1-Krea-dev",
+    ("flux", "dev"): "black-forest-labs/FLUX.1-dev",
+    ("flux", "schnell"): "black-forest-labs/FLUX.1-schnell",
+    ("flux", "kontext"): "black-forest-labs/FLUX.1-Kontext-dev",
+    ("flux2", None): "black-forest-labs/FLUX.2-dev",
+    ("sdxl", None): "stabilityai/stable-diffusion-xl-base-1.0",
+    ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
+    ("sd3", None): "stabilityai/stable-diffusion-3.5-medium",
+    ("sd3", "medium"): "stabilityai/stable-diffusion-3.5-medium",
+    ("sd3", "large"): "stabilityai/stable-diffusion-3.5-large",
+    ("qwen_image", None): "Qwen/Qwen-Image",
+    ("qwen_image", "v1.0"): "Qwen/Qwen-Image",
+    ("wan", None): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    ("wan", "t2v-480p-1.3b-2.1"): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    ("wan", "t2v-480p-14b-2.1"): "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    ("wan", "ti2v-5b-2.2"): "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    ("wan", "i2v-14b-2.2-high"): "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    ("chroma", None): "lodestones/Chroma1-Base",
+    ("auraflow", None): "fal/AuraFlow-v0.3",
+    ("hidream", None): "HiDream-ai/HiDream-I1-Full",
+    ("kolors", None): "Kwai-Kolors/Kolors-diffusers",
+    ("lumina2", None): "Alpha-VLLM/Lumina-Image-2.0",
+    ("cosmos", None): "nvidia/Cosmos-Predict2-2B-Text2Image",
+    ("cosmos", "14b"): "nvidia/Cosmos-Predict2-14B-Text2Image",
+    ("ltxvideo", None): "Lightricks/LTX-Video-0.9.5",
+    ("omnigen", None): "Shitao/OmniGen-v1-diffusers",
+    ("sd1x", "1.5"): "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    ("z_image", None): "Tongyi-MAI/Z-Image-Turbo",
+}
+"""Family and flavour (None: the family's default), and the hub id of the weights."""
+
+ENVIRONMENT = {
+    "MODEL_TYPE": "model_type", "MODEL_NAME": "pretrained_model_name_or_path",
+    "MAX_NUM_STEPS": "max_train_steps",
+    "NUM_EPOCHS": "num_train_epochs", "DATALOADER_CONFIG": "data_backend_config", "RESOLUTION": "resolution",
+    "RESOLUTION_TYPE": "resolution_type", "TRAIN_BATCH_SIZE": "train_batch_size",
+    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps", "OPTIMIZER": "optimizer",
+    "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing", "USE_EMA": "use_ema",
+    "MIXED_PRECISION": "mixed_precision", "TRAINING_NUM_PROCESSES": "num_processes",
+    "TRAINING_DYNAMO_BACKEND": "dynamo_backend", "USE_DORA": "use_dora", "CONTROLNET": "controlnet",
+}  # fmt: skip
+"""Variables of the shell files before version 2.0, and the flags that they became."""
+SWITCHES = {
+    "FLUX": "flux", "STABLE_DIFFUSION_3": "sd3", "PIXART_SIGMA": "pixart_sigma", "KOLORS": "kolors",
+    "STABLE_DIFFUSION_LEGACY": "sd1x",
+}  # fmt: skip
+"""Variables that chose the family; without one it is SDXL."""
