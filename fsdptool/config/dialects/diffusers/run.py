@@ -35,7 +35,6 @@ def describe(file: RunFile) -> DescribedRun:
         DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
     )
     optimizer = (read.text("optimizer") or "AdamW").lower()
-    recomputes = read.flag("gradient_checkpointing") or launch.checkpointing
     if read.flag("use_8bit_adam"):
         optimizer = "adamw8bit"
     steps = read.whole("max_train_steps")
