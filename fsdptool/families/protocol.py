@@ -122,6 +122,9 @@ class Objective(ABC):
     divides_vocabulary: bool = False
     """Whether the loss takes logits of a part of the vocabulary, which tensor-parallel ranks divide
     (``families/objectives/vocabulary.py``)."""
+    fuses_head: bool = False
+    """Whether its loss is one sum of cross-entropies over tokens, which a model's head can compute itself
+    (``families/objectives/fused_head.py``)."""
     samples: str | None = None
     """What its samples of data are made of: ``latents``, or a kind of text (``training/data/text/``).
     None: it is trained on generated samples only."""

@@ -118,6 +118,7 @@ def describe(model: nn.Module, spec: ModelSpec) -> Anatomy:
         wrap=choice,
         input_embedding=walked.input_embedding,
         output_embedding=walked.output_embedding,
+        logit_tail=walked.logit_tail,
         final_norm=walked.final_norm,
         no_split_modules=walked.no_split_modules,
         repeated_blocks=walked.repeated_blocks,

@@ -10,8 +10,9 @@ from inspect import getsource, isfunction, signature
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from fsdptool.inspection.logit_tail import logit_tail
 from fsdptool.inspection.source_reads import hookless, reads_own_weight, weights_read
-from fsdptool.records.anatomy import Buffer, Module, Parameter
+from fsdptool.records.anatomy import Buffer, LogitTail, Module, Parameter
 from fsdptool.records.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class WalkResult:
     modules: tuple[Module, ...]
     input_embedding: str | None
     output_embedding: str | None
+    logit_tail: LogitTail | None
     final_norm: str | None
     no_split_modules: tuple[str, ...]
     repeated_blocks: tuple[str, ...]
@@ -57,6 +59,7 @@ def walk(model: nn.Module) -> WalkResult:
     seen = _Seen()
     _visit(model, "", False, set(), seen)
     paths = {identity: names[0] for identity, (_, names, _) in seen.modules.items()}
+    head = _embedding_path(model, "get_output_embeddings", paths)
     classes: dict[type, tuple[str, tuple[str, ...], bool, bool]] = {}
     modules = []
     for module, names, listed in seen.modules.values():
@@ -85,7 +88,8 @@ def walk(model: nn.Module) -> WalkResult:
         ),
         modules=tuple(modules),
         input_embedding=_embedding_path(model, "get_input_embeddings", paths),
-        output_embedding=_embedding_path(model, "get_output_embeddings", paths),
+        output_embedding=head,
+        logit_tail=logit_tail(model, head),
         final_norm=_final_norm(model, paths),
         no_split_modules=_names(getattr(model, "_no_split_modules", None)),
         repeated_blocks=_names(getattr(model, "_repeated_blocks", None)),

@@ -12,18 +12,19 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.job import FIRST_NODE, PORT, MultiNodeJob
-from fsdptool.launch.machine import local_cluster, visible_gpus
+from fsdptool.launch.machine import local_cluster, untested_versions, visible_gpus
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.command_documents import Unchecked
+from fsdptool.records.compilation import Compilation
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.fused_loss import FusedLoss
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
 from fsdptool.runs.trackers import check_trackers
-from fsdptool.versions import refuse_old, untested_versions
 
 Device = Literal["cpu", "cuda"]
 
@@ -90,14 +91,12 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
-    from fsdptool.modeling.compilation import decide_compilation
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
     from fsdptool.modeling.units import plan_units
     from fsdptool.source import consented, weights_left_out, with_places
 
-    refuse_old(training=True)
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path.parent)
     recipe = consented(recipe, recipe_path, trust_remote_code=trust_remote_code)
@@ -122,8 +121,8 @@ def prepare(
     check_context(spec, run)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
-    run, compilation = decide_compilation(anatomy, run, on_this_machine=not without_gpus)
-    recipe = replace(recipe, sharding=run.recipe.sharding)
+    run, compilation, fused_loss = _decide(anatomy, run, on_this_machine=not without_gpus)
+    recipe = replace(recipe, sharding=run.recipe.sharding, objective=run.recipe.objective)
     units = plan_units(anatomy, run)
     teacher_spec, teacher_units = _teacher(run, recipe_path)
     if teacher_spec is not None:
@@ -144,12 +143,13 @@ def prepare(
         device=device,
         world_size=world_size,
         per_machine=per_machine,
-        prediction=prediction and replace(prediction, compilation=compilation),
+        prediction=prediction and replace(prediction, compilation=compilation, fused_loss=fused_loss),
         diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
         notes=(
             *(finding.message for finding in untested_versions()),
             *weights_left_out(spec, recipe.model),
             *((compilation.text,) if device == "cuda" else ()),
+            *((fused_loss.text,) if fused_loss.fused else ()),
             *notes,
         ),
         files=files,
@@ -178,6 +178,17 @@ def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bo
         _check_data(recipe, spec)
     elif checked:
         check_place(recipe.data)
+
+
+def _decide(
+    anatomy: Anatomy, run: ResolvedRun, *, on_this_machine: bool
+) -> tuple[ResolvedRun, Compilation, FusedLoss]:
+    from fsdptool.modeling.compilation import decide_compilation
+    from fsdptool.modeling.fused_loss import decide_fused_loss
+
+    run, compilation = decide_compilation(anatomy, run, on_this_machine=on_this_machine)
+    run, fused_loss = decide_fused_loss(anatomy, run)
+    return run, compilation, fused_loss
 
 
 def _resolve(recipe: Recipe, settings: FsdpSettings, ranks: int) -> ResolvedRun:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.compilation import decide_compilation
+from fsdptool.modeling.fused_loss import decide_fused_loss
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
@@ -42,6 +43,7 @@ from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
 from fsdptool.records.compilation import Compilation
+from fsdptool.records.fused_loss import FusedLoss
 from fsdptool.records.plan import Candidate, SearchPoint
 from fsdptool.records.plan_details import StoredDtypes
 from fsdptool.records.resolved_run import ResolvedRun
@@ -141,7 +143,7 @@ class Estimator:
             replay: Replay the caching allocator for the reserved peak (about a second) instead of
                 taking the machine's ratio; None: with the detail.
         """
-        run, compilation = self._at(point, cluster)
+        run, compilation, fused_loss = self._at(point, cluster)
         key, trace = self._trace(run)
         rank = self._rank(point, run)
         expandable = expands(cluster, run.loop)
@@ -177,7 +179,7 @@ class Estimator:
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, run, cluster, cluster.gpu, machine)
         candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
-        candidate = replace(candidate, compilation=compilation)
+        candidate = replace(candidate, compilation=compilation, fused_loss=fused_loss)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate
         flops = self._work(worked, rank) * (point.accumulation * point.data_parallel)
@@ -309,9 +311,12 @@ class Estimator:
             compute=(plan.param_dtype,) if plan.param_dtype else (),
         )
 
-    def _at(self, point: SearchPoint, cluster: Cluster) -> tuple[ResolvedRun, Compilation]:
-        """Return the run at a point, and the decision in it whether blocks are compiled."""
-        return decide_compilation(self.anatomy, at_point(self.run, point, cluster))
+    def _at(self, point: SearchPoint, cluster: Cluster) -> tuple[ResolvedRun, Compilation, FusedLoss]:
+        """Return the run at a point, and two decisions in it: whether blocks are compiled, and whether the
+        head computes the loss."""
+        run, compilation = decide_compilation(self.anatomy, at_point(self.run, point, cluster))
+        run, fused_loss = decide_fused_loss(self._as_trained(), run)
+        return run, compilation, fused_loss
 
     def _trace(self, run: ResolvedRun) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""

@@ -70,6 +70,9 @@ class Options(TypedDict, total=False):
         "Logits that a loss over tokens holds, to plan for another training loop (kept: as whole, with the"
         " fp32 logits until backward ends; model: the loss that the model computes from its labels)",
         "Recipe", choices=LOSSES)]
+    fused_loss: Annotated[bool | None, Option(
+        "Whether the head computes the loss in chunks, without whole logits; by default on GPUs, where that"
+        " takes less memory.", "Recipe", "recipe.objective.fused", ("--fused-loss/--no-fused-loss",))]
     loss_in_forward: Annotated[bool | None, Option(
         "Whether the model's forward computes the loss (labels=) or the loop after it. By default, as the"
         " program does that reads the configuration.", "Recipe",

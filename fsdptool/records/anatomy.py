@@ -169,6 +169,19 @@ class WrapChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitTail:
+    """What a model does to the logits that its head returns.
+
+    Attributes:
+        scale: They are multiplied by it (Granite, Cohere).
+        cap: Then they become ``cap * tanh(logits / cap)`` (Gemma 2); None leaves them.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Anatomy:
     """Everything the other rooms need to know of a built model.
 
@@ -193,6 +206,8 @@ class Anatomy:
             of diffusers carries its proportions, ``packed_colwise:1:1``.
         expert_plan: The library's own expert-parallel plan, alike.
         family_plan: How the family says that layers are split: ``whole``, ``column`` or ``row`` by pattern.
+        logit_tail: What the root's forward does to the logits of ``output_embedding``; None where its source
+            does more than is known here, or does not call it.
         diagnostics: Findings of the inspection.
     """
 
@@ -213,6 +228,7 @@ class Anatomy:
     tensor_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     expert_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     family_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
+    logit_tail: LogitTail | None = None
     diagnostics: tuple[Diagnostic, ...] = field(default=(), repr=False)
 
     @property

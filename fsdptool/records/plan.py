@@ -14,6 +14,7 @@ from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.compilation import Compilation
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.records.fused_loss import FusedLoss
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
@@ -258,6 +259,8 @@ class Candidate:
     """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
     compilation: Compilation | None = None
     """Whether its blocks are compiled, and why; None where it was never evaluated."""
+    fused_loss: FusedLoss | None = None
+    """Whether the head computes the loss, and why; None where it was never evaluated."""
 
 
 Assumption = Literal["compile", "float8", "async_tp"]

@@ -111,6 +111,9 @@ class Objective:
 
     name: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    fused: bool | None = None
+    """Whether the head of a language model computes the loss in chunks, without whole logits; None: on GPUs,
+    where that takes less memory."""
 
 
 Padding = Literal["packed", "length", "longest"]

@@ -9,6 +9,7 @@ from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, Suggestion, SuggestionKind
 from fsdptool.records.command_documents import SweepRow
 from fsdptool.records.compilation import CompileReason
+from fsdptool.records.fused_loss import FusedLossReason
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, Moment, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
 from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
@@ -248,6 +249,23 @@ def compilation(candidate: Candidate) -> str:
     if decision is None or decision.reason in (CompileReason.CPU, CompileReason.OTHER_PROGRAM):
         return ""
     return decision.text
+
+
+_USUAL_HEADS = frozenset(
+    {
+        FusedLossReason.CPU,
+        FusedLossReason.OTHER_PROGRAM,
+        FusedLossReason.OBJECTIVE,
+        FusedLossReason.NOTHING_SAVED,
+        FusedLossReason.UNTESTED,
+    }
+)
+
+
+def fused_loss(candidate: Candidate) -> str:
+    """Return whether the head computes the loss, and why; empty where nobody would expect it."""
+    decision = candidate.fused_loss
+    return "" if decision is None or decision.reason in _USUAL_HEADS else decision.text
 
 
 def loop(plan: Plan) -> list[str]:

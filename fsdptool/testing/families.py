@@ -570,7 +570,43 @@ def _training(family: Family, flavour: Flavour) -> list[str]:
     if broken:
         problems.append(f"{len(broken)} gradients are not finite ({broken[0]}, ...)")
     problems += _merging(family, small_model(family, flavour))
+    problems += _fusing(small_model(family, flavour))
     return problems + list(_splitting(small_model(family, flavour)))
+
+
+def _fusing(small: SmallModel) -> Iterator[str]:
+    """Compare a shrunk copy with one whose head computes the loss, in chunks that leave a remainder."""
+    import copy
+
+    import torch
+
+    from fsdptool.inspection.api import describe
+    from fsdptool.modeling.fused_loss import fuse_head, plain_head
+
+    model, objective = small.model.eval(), copy.copy(small.objective)
+    anatomy = describe(model, small.spec)
+    if not objective.fuses_head or plain_head(anatomy) is None or anatomy.logit_tail is None:
+        return
+    objective.chunk = 3  # type: ignore[attr-defined]
+    fused = copy.deepcopy(model)
+    fuse_head(fused)
+    losses = []
+    for one in (model, fused):
+        torch.manual_seed(0)
+        losses.append(objective.loss(objective.predict(one, small.batch), small.batch))
+        losses[-1].backward()  # type: ignore[no-untyped-call]
+    if not torch.allclose(losses[0], losses[1], rtol=1e-5):
+        yield f"a head that computes the loss finds {losses[1].item()} in the place of {losses[0].item()}"
+    for (name, plain), other in zip(model.named_parameters(), fused.parameters(), strict=True):
+        if plain.grad is not None and (other.grad is None or _apart(plain.grad, other.grad)):
+            yield f"a head that computes the loss changes the gradient of {name}"
+            return
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Say whether two gradients differ by more than rounding in fp32."""
+    scale = float(one.double().norm())
+    return float((one.double() - other.double()).norm()) > 1e-4 * scale + 1e-6
 
 
 def _splitting(small: SmallModel) -> Iterator[str]:

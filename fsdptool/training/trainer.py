@@ -30,6 +30,7 @@ from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.compilation import compile_modules
 from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.divided_dropout import agree
+from fsdptool.modeling.fused_loss import fuse_head
 from fsdptool.modeling.methods import Teacher, method_of
 from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
@@ -236,6 +237,8 @@ def build_sharded(
     store_masters(model, plan)
     # Activation checkpointing inside FSDP's hooks: a unit is gathered before it is recomputed.
     checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
+    if recipe is not None and recipe.objective.fused:
+        fuse_head(model)
     # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
     # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
     if recipe is not None and recipe.sharding.compile:

@@ -18,7 +18,6 @@ ORDER = (
     "files",
     "records",
     "options",
-    "versions",
     "rules",
     "cache",
     "families",

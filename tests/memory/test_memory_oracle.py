@@ -81,6 +81,7 @@ REACHED: dict[str, Any] = {
 WAN = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 256, "text_dim": 128}
 
 WIDE = LLAMA | {"vocab_size": 8000}
+FUSED = Objective(options={"chunk": 128}, fused=True)
 QWEN3 = WIDE | {"head_dim": 32}
 DEEP = LLAMA | {"num_hidden_layers": 9}
 
@@ -215,6 +216,29 @@ CASES: dict[str, Case] = {
         method=Method("lora", lora=Lora(rank=4, modules_to_save=("proj_out",))),
         settings={"mixed_precision": "no"},
     ),
+    "loss in the head": Case(overrides=WIDE, batch=LONG, objective=FUSED),
+    "loss in the head, fp32": Case(
+        overrides=WIDE, batch=LONG, objective=FUSED, settings={"mixed_precision": "no"}
+    ),
+    "loss in the head, recomputed": Case(overrides=WIDE, batch=LONG, objective=FUSED, settings=RECOMPUTE),
+    "loss in the head, accumulation, unsharded": Case(
+        overrides=WIDE,
+        ranks=2,
+        batch={**LONG, "accumulation": 2},
+        objective=FUSED,
+        sharding={"accumulation": "unsharded"},
+    ),
+    "loss in a tied head": Case("qwen3:0.6b", QWEN3, batch=LONG, objective=FUSED),
+    "loss in a frozen head": Case(
+        overrides=WIDE, batch=LONG, objective=FUSED, method=Method("lora", lora=Lora(rank=4))
+    ),
+    "loss in a saved head": Case(
+        overrides=WIDE,
+        batch=LONG,
+        objective=FUSED,
+        method=Method("lora", lora=Lora(rank=4, modules_to_save=("lm_head",))),
+    ),
+    "loss in the head of two stacks": Case("flan-t5:base", T5, ranks=2, batch=LONG, objective=FUSED),
     "base in nf4": Case(method=Method("lora", lora=Lora(rank=4, base="nf4"))),
     "base in nf4, resharded to two": Case(
         method=Method("lora", lora=Lora(rank=4, base="nf4")), sharding={"reshard_after_forward": 2}

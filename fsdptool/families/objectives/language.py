@@ -44,12 +44,29 @@ class _Tokens(Objective):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits, [batch, positions, vocabulary]; of a part of it where ranks divide it."""
+        return self.run(model, inputs(batch), batch)[1]
+
+    def run(
+        self, model: nn.Module, arguments: Mapping[str, Any], batch: Mapping[str, Tensor]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return what the model returns, and the prediction: logits, or the loss that its head computed."""
+        from fsdptool.families.objectives.fused_head import HEAD, computing_loss
         from fsdptool.families.objectives.vocabulary import divided_vocabulary
 
-        return {"prediction": model(**inputs(batch)).logits, **divided_vocabulary(model)}
+        fused = getattr(unwrapped(model), HEAD, None)
+        if fused is None:
+            outputs = model(**arguments)
+            return outputs, {"prediction": outputs.logits, **divided_vocabulary(model)}
+        with computing_loss(fused, self.targets(batch), self.chunk) as head:
+            outputs = model(**arguments)
+            return outputs, {HEAD: head.loss}
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross-entropy summed over targets."""
+        from fsdptool.families.objectives.fused_head import HEAD
+
+        if HEAD in prediction:
+            return prediction[HEAD]
         return self.cross_entropy(prediction["prediction"], self.targets(batch), prediction)
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, prediction: Mapping[str, Any]) -> Tensor:
@@ -105,6 +122,7 @@ class CausalLM(_Tokens):
     samples = "documents"
     generates = "continuation"
     splits_sequences = True
+    fuses_head = True
 
     def __init__(
         self,
@@ -134,11 +152,10 @@ class CausalLM(_Tokens):
         return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)), dim=1)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the logits, and the routers' logits of models that balance their experts' load."""
+        """Return the logits or the loss, and the routers' logits where a model balances its experts' load."""
         from fsdptool.families.objectives.context import current, documents
         from fsdptool.families.objectives.context_attention import complete
         from fsdptool.families.objectives.packed_attention import attending, packed
-        from fsdptool.families.objectives.vocabulary import divided_vocabulary
 
         arguments: dict[str, Any] = {**self.arguments(batch), "use_cache": False}
         coefficient = router_loss_coefficient(unwrapped(model), self.auxiliary)
@@ -150,8 +167,7 @@ class CausalLM(_Tokens):
         if positions is not None:
             _check_flash(base, positions)
         with complete(base), masks(base, positions, apart is not None), attending(base, apart):
-            outputs = model(**arguments)
-        result = {"prediction": outputs.logits, **divided_vocabulary(model)}
+            outputs, result = self.run(model, arguments, batch)
         # Some classes have the setting without having experts (Doge with ``is_moe`` off, transformers 5.23).
         if coefficient and outputs.router_logits:
             result |= router_loss(unwrapped(model), outputs.router_logits, coefficient)
@@ -211,6 +227,7 @@ class Seq2Seq(_Tokens):
     samples = "pairs"
     generates = "translation"
     single_length = False
+    fuses_head = True
 
     @classmethod
     def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
@@ -218,15 +235,13 @@ class Seq2Seq(_Tokens):
         return batches.sequence_to_sequence(config, recipe)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the decoder's logits, [B, T, vocabulary], or those of a part of the vocabulary."""
-        from fsdptool.families.objectives.vocabulary import divided_vocabulary
-
+        """Return the decoder's logits, [B, T, vocabulary], those of a part of the vocabulary, or the loss."""
         arguments: dict[str, Any] = {**inputs(batch), "use_cache": False}
         if "decoder_input_ids" not in batch:
             arguments["decoder_input_ids"] = shifted_right(
                 require(batch, "labels", self.name), unwrapped(model).config
             )
-        return {"prediction": model(**arguments).logits, **divided_vocabulary(model)}
+        return self.run(model, arguments, batch)[1]
 
 
 def shifted_right(labels: Tensor, config: Any) -> Tensor:

@@ -29,6 +29,7 @@ class Preference(CausalLM):
     sequences = 2
     single_length = False
     splits_sequences = False
+    fuses_head = False
 
     def __init__(self, chunk: int = 1024, auxiliary: float | None = None) -> None:
         super().__init__(chunk, auxiliary=auxiliary)

@@ -22,6 +22,7 @@ from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
+from fsdptool.modeling.fused_loss import fuse_head
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
@@ -220,7 +221,7 @@ def trained_model(
     *,
     worst_routing: bool = False,
 ) -> nn.Module:
-    """Return a model on meta as the trainer has it before it is sharded: method and checkpointing applied.
+    """Return a model on meta as the trainer has it before it is sharded: with method, loss and checkpointing.
 
     ``cut`` changes the checkpointed model before the method does, if the method changes models.
     """
@@ -236,7 +237,7 @@ def trained_model(
         layers, experts = (TensorGroup(size) for size in sizes)
         split(model, plan, replace(layers, experts=replace(experts, worst_routing=worst_routing)))
         checkpoint_units(model, plan, offload=offload)
-        return model
+        return _with_loss(model, recipe)
     checkpoint_units(model, plan, offload=offload)
     cut(model)
     before = list(recomputed(model))
@@ -244,8 +245,14 @@ def trained_model(
     model.train()
     # A checkpointed module that the method wrapped: it has to be wrapped first.
     if before == list(recomputed(model)):
-        return model
+        return _with_loss(model, recipe)
     return trained_model(spec, run, plan, worst_routing=worst_routing)
+
+
+def _with_loss(model: nn.Module, recipe: Recipe) -> nn.Module:
+    if recipe.objective.fused:
+        fuse_head(model)
+    return model
 
 
 def _trace_teacher(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdptool.families.objectives.context import Context, share, using
+from fsdptool.families.objectives.fused_head import returning_logits
 from fsdptool.memory.tracing.compiled_blocks import is_compiled
 from fsdptool.memory.tracing.fake_tensors import (
     FollowedValues,
@@ -185,7 +186,7 @@ def _validate(
 def _sample(model: nn.Module, objective: Objective, batch: dict[str, Any], recorder: SegmentRecorder) -> None:
     """Run one forward of sampling; everything dies at the end."""
     recorder.phase("temporary")
-    with torch.no_grad():
+    with torch.no_grad(), returning_logits(model):
         objective.predict(model, batch)
     recorder.mark("end", "")
 

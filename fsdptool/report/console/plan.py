@@ -61,6 +61,8 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     print_line(f"{name}: {words.brief(candidate.settings)}")
     if compilation := words.compilation(candidate):
         print_line(compilation)
+    if fused := words.fused_loss(candidate):
+        print_line(fused)
     _command(plan, command)
     for line in words.spare_memory(plan):
         print_line(line)
