@@ -64,7 +64,8 @@ def explain_one(
     except ConfigError as error:
         if reading.errors:
             return Explained(reading, None)
-        finding = Diagnostic("FSD109", "error", error.message, error.help, reading.path)
+        message = error.message.removeprefix(f"{reading.path}: ")
+        finding = Diagnostic("FSD109", "error", message, error.help, reading.path)
         return Explained(_with(reading, (finding, *reading.diagnostics)), None)
     if run is not None and reading.dialect is None:
         reading = _with(reading, tuple(_as_note(item, run.program) for item in reading.diagnostics))

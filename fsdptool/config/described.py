@@ -6,7 +6,7 @@ Nothing is imported or executed: files are parsed, variables and interpolations 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,15 @@ from fsdptool.config.dialects.run_reader import Launch, RunFile, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
-from fsdptool.files.tree import Node, ParseError, to_python
+from fsdptool.files.tree import Node, ParseError, to_python, walk
 from fsdptool.records.described_run import DescribedRun
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
 _HYDRA = re.compile(r"\+{0,2}~?([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
+_EXTENDING = frozenset({"extends", "include", "includes", "_base_", "base_config", "inherit_from", "imports"})
+"""Keys with which programs and people take settings from another file."""
 _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
 _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
 _SINGLE = frozenset(
@@ -91,9 +93,19 @@ def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tupl
     if reader is None:
         return None
     hints = f"{source.path or ''}\n{' '.join(_COMMENT.findall(source.text))}"
-    launch = _launched_beside(source.path, files)
+    launch = replace(_launched_beside(source.path, files), problems=tuple(_includes(source, root)))
     data = _plain(root)
     return reader, RunFile(data, launch, source.path, hints, beside=partial(_beside, files))
+
+
+def _includes(source: SourceText, root: Node) -> Iterator[str]:
+    """Say what a file takes from elsewhere: tags like ``!include``, and keys that extend another file."""
+    for node in walk(root):
+        if node.error is not None:
+            yield f"line {source.place(node.start)[0]}: {node.error}"
+    for entry in root.entries:
+        if entry.key in _EXTENDING and entry.node.value is not None:
+            yield f"{entry.key}: {entry.node.value} is not read: what it sets is not known"
 
 
 def _launched_beside(path: str | None, files: NamedFiles) -> Launch:
@@ -155,6 +167,10 @@ def _chosen(scores: Mapping[RunFormat, float], program: str | None, path: str | 
 
 
 def _plain(root: Node) -> dict[str, Any]:
+    """Return a tree as plain data, without the values that nobody constructs (``!include file``)."""
+    for node in walk(root):
+        if node.error is not None:
+            node.value = None
     value = to_python(root)
     return {str(key): item for key, item in value.items()}
 

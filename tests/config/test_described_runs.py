@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import training_corpus as corpus
 
-from fsdptool.config.described import describe_run
+from fsdptool.api.explain import explain_one
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import DescribedRun
 
@@ -60,3 +64,77 @@ def test_a_value_of_the_wrong_type_is_a_problem_and_no_fact() -> None:
     run = described(AXOLOTL.replace("micro_batch_size: 4", "micro_batch_size: many"))
     assert run.micro_batch is None
     assert run.problems == ("micro_batch_size must be a whole number, not 'many'",)
+
+
+def test_an_old_word_decides_the_version_whose_defaults_count() -> None:
+    new = described("model_name_or_path: a/b\ndataset_name: c\npacking: false\noutput_dir: d\n")
+    old = described("model_name_or_path: a/b\ndataset_name: c\npacking: false\nmax_seq_length: 512\n")
+    assert (new.program_version, new.gradient_checkpointing, new.fused_loss) == ("1.16.0", "full", "chunked")
+    assert (old.program_version, old.gradient_checkpointing, old.fused_loss) == ("0.18.0", "none", "none")
+
+
+def test_a_command_line_is_read_like_a_file() -> None:
+    run = described(
+        "torchrun --nproc_per_node=4 --nnodes=2 -m verl.trainer.fsdp_sft_trainer \\\n"
+        "  data.train_batch_size=64 data.micro_batch_size_per_gpu=2 \\\n"
+        "  model.partial_pretrain=Qwen/Qwen3-8B ulysses_sequence_parallel_size=2\n"
+    )
+    assert (run.program, run.family, run.processes, run.mesh.cp) == ("verl", "qwen3:8b", 8, 2)
+    assert (run.micro_batch, run.accumulation, run.global_batch) == (2, 8, 64)
+
+
+def test_flags_with_several_values_and_a_file_under_them(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(AXOLOTL)
+    line = tmp_path / "run.sh"
+    line.write_text("axolotl train run.yaml --micro-batch-size 8 --lora-target-modules q_proj v_proj\n")
+    run = describe_path(line)
+    assert run is not None
+    assert (run.micro_batch, run.lora_rank, run.method) == (8, 16, "qlora")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("extends: other.yaml", "extends: other.yaml is not read"),
+        ("gradient_accumulation_steps: ${oc.env:STEPS}", "is a variable, which is not resolved"),
+        ("optimizer: !include optimizer.yaml", "!include"),
+    ],
+)
+def test_what_stands_elsewhere_is_named_and_not_guessed(change: str, problem: str) -> None:
+    run = described(f"{AXOLOTL}{change}\n")
+    assert any(problem in item for item in run.problems)
+
+
+def test_an_interpolation_within_the_file_is_followed() -> None:
+    model = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ndtype: bf16\n"
+    text = f"{model}batch_size: ${{size}}\nsize: 3\n"
+    run = described(f"{text}optimizer: {{_component_: torch.optim.AdamW}}\nfsdp_cpu_offload: true\n")
+    assert (run.micro_batch, run.family, run.cpu_offload) == (3, "llama3.1:8b", True)
+
+
+def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:
+    with pytest.raises(ConfigError, match="axolotl and llamafactory"):
+        describe_run(SourceText(f"{AXOLOTL}stage: sft\nmodel_name_or_path: a/b\nfinetuning_type: lora\n"))
+
+
+def test_a_file_of_nobody_describes_no_run() -> None:
+    assert describe_run(SourceText("hello: world\nand: more\n")) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["[]", "{}", "-1", "1e400", ".nan", "true", "'x y'", "[[1]]", "{a: {b: c}}"]
+)
+def test_no_value_makes_a_reader_stop(value: str) -> None:
+    for line in AXOLOTL.strip().split("\n"):
+        key = line.partition(":")[0]
+        run = described(AXOLOTL.replace(line, f"{key}: {value}"))
+        assert run.micro_batch is None or isinstance(run.micro_batch, int)
+
+
+def test_explain_carries_the_run_and_a_file_of_another_program_is_no_error() -> None:
+    process = "{type: sd_trainer, train: {batch_size: 2}, model: {name_or_path: a/FLUX.1-dev}}"
+    explained = explain_one(SourceText(f"job: extension\nconfig: {{process: [{process}]}}\n"))
+    document = explained.document()
+    assert document["run"]["program"] == "ai-toolkit"
+    assert document["run"]["family"] == "flux.1:dev"
+    assert explained.exit_code() == 0

@@ -5,6 +5,7 @@ A program's table (:class:`RunKeys`) lists its keys; its dialect decides the fac
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ def area_of(sides: Iterable[int]) -> int | None:
 _WIDTH = {"bf16": 16, "fp16": 16, "fp32": 32}
 _INACTIVE = (None, False, 0, "", "none", "None", "no", "false", "False")
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_LARGEST = 1e18
 _DEPTH = 5
 """Interpolations that are followed one after another."""
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]|\{\{")
@@ -181,6 +183,13 @@ def state_bits(optimizer: str | None, stored: str | None) -> int | None:
     return _WIDTH.get(stored or "")
 
 
+_WHOLE = frozenset([
+    "lora_rank", "sequence_length", "height", "width", "frames", "pixel_area", "micro_batch", "accumulation",
+    "global_batch", "optimizer_state_bits", "processes", "steps",
+])  # fmt: skip
+"""Facts that are whole numbers."""
+
+
 class RunReader:
     """The values of one file; what is asked for counts as used.
 
@@ -268,10 +277,12 @@ class RunReader:
             what = "is a variable, which is not resolved" if _VARIABLE.search(value) else ""
             self.problems.append(f"{key}: {value} {what}" if what else _must(key, "a whole number", value))
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float | None):
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_whole(value):
             self._wrong(key, "a whole number", value)
             return None
-        return None if value is None else int(value)
+        return int(value)
 
     def number(self, key: str, *others: str) -> float | None:
         """Return a number, or None."""
@@ -311,6 +322,11 @@ class RunReader:
 
     def describe(self, **facts: Any) -> DescribedRun:
         """Return the run of the facts, with what became of every key."""
+        for name in _WHOLE & facts.keys():
+            value = facts[name]
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                self.problems.append(f"{name}: {str(value)[:60]!r} is no whole number")
+                facts[name] = None
         described = DescribedRun(self.keys.program, self.file.version or self.keys.version, **facts)
         keys = self._told()
         return replace(
@@ -365,6 +381,10 @@ class RunReader:
     def _is_section(self, key: str) -> bool:
         known = (*self.used, *self.keys.defaults, *self.keys.memory, *self.keys.time, *self.keys.numbers)
         return any(name.startswith(f"{key}.") for name in (*known, *self.keys.no_effect))
+
+
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST
 
 
 def _covers(names: Collection[str], key: str) -> bool:

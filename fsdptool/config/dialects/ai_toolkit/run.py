@@ -23,6 +23,8 @@ _QUANTISED = {
     "convrot8": ("int8 (convrot8)", "int8"),
 }
 """``qtype`` (without the path behind a bar), the dtype of the base and the quantisation."""
+_LARGEST = 1 << 16
+"""Pixels beyond the side of every image that is trained on."""
 _TARGETS = "linear layers of the transformer blocks"
 
 
@@ -88,7 +90,8 @@ def describe(file: RunFile) -> DescribedRun | None:
 def _process(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     config = data.get("config")
     listed = config.get("process") if isinstance(config, Mapping) else None
-    found = (item for item in listed or () if isinstance(item, Mapping) and "train" in item)
+    listed = listed if isinstance(listed, list) else ()
+    found = (item for item in listed if isinstance(item, Mapping) and "train" in item)
     return next(found, None)
 
 
@@ -111,7 +114,7 @@ def _datasets(read: RunReader) -> tuple[list[int], int]:
             continue
         sizes = item.get("resolution", 512)
         for size in sizes if isinstance(sizes, list) else [sizes]:
-            if isinstance(size, int | float):
+            if isinstance(size, int | float) and 0 < size < _LARGEST:
                 sides.append(int(size))
         count = item.get("num_frames", 1)
         frames = max(frames, count if isinstance(count, int) else 1)

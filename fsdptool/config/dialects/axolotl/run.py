@@ -179,7 +179,8 @@ def _fused_loss(read: RunReader, plugins: str) -> str:
 def _checkpointing(read: RunReader, adapter: str, by_fsdp: bool) -> dict[str, Any]:
     value = read.value("gradient_checkpointing")
     word = str(value).lower()
-    offloads = word in ("offload", "offload_disk") or read.flag("activation_offloading")
+    kept = str(read.value("activation_offloading")).lower()
+    offloads = word in ("offload", "offload_disk") or kept in ("true", "legacy", "disk")
     recomputes = word in ("true", "offload", "offload_disk", "unsloth") or by_fsdp
     if read.raw("selective_checkpointing"):
         read.use("selective_checkpointing")

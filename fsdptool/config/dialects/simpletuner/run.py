@@ -20,10 +20,18 @@ from fsdptool.config.dialects.run_reader import (
     global_batch,
     state_bits,
 )
-from fsdptool.config.dialects.simpletuner.run_keys import ENVIRONMENT, KEYS, MODELS, SWITCHES
+from fsdptool.config.dialects.simpletuner.run_keys import (
+    DEFAULT_FLAVOURS,
+    ENVIRONMENT,
+    KEYS,
+    MODELS,
+    SWITCHES,
+)
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 _TARGETS = ("to_k", "to_q", "to_v", "to_out.0")
+_LARGEST = 1 << 16
+"""Pixels beyond the side of every image that is trained on."""
 _TRAINED = frozenset({"image", "video", "audio", ""})
 
 
@@ -123,10 +131,11 @@ def _model(read: RunReader) -> str | None:
     read.use("pretrained_model_name_or_path")
     if named is not None:
         return named
-    found = MODELS.get((family, flavour.lower() if flavour else None))
-    if found is not None and flavour is None:
-        read.default("model_flavour", found, "helpers/models/*/model.py: DEFAULT_MODEL_FLAVOUR")
-    return found or f"{family} {flavour or ''}".strip() or None
+    if flavour is None and family in DEFAULT_FLAVOURS:
+        source = "helpers/models/*/model.py: DEFAULT_MODEL_FLAVOUR"
+        flavour = str(read.default("model_flavour", DEFAULT_FLAVOURS[family], source))
+    known = MODELS.get(family, {})
+    return known.get((flavour or "").lower()) or f"{family} {flavour or ''}".strip() or None
 
 
 def _weights(read: RunReader) -> str:
@@ -162,8 +171,8 @@ def _sizes(read: RunReader, file: RunFile) -> dict[str, Any]:
     if not isinstance(backends, list):
         if named is not None:
             read.problems.append(f"data_backend_config {named} is not read: its sizes would count")
-        side = int(own[0]) if own[0] and own[1] == "pixel" else None
         area = _area(*own)
+        side = round(area**0.5) if area is not None and own[1] == "pixel" else None
         return {"height": side, "width": side, "pixel_area": area}
     trained = [
         item
@@ -184,8 +193,9 @@ def _sizes(read: RunReader, file: RunFile) -> dict[str, Any]:
         )
         squares.append(cropped)
         video = item.get("video")
-        if isinstance(video, Mapping) and video.get("num_frames"):
-            frames.append(int(video["num_frames"]))
+        count = video.get("num_frames") if isinstance(video, Mapping) else None
+        if isinstance(count, int):
+            frames.append(count)
     largest = max(areas, default=None)
     side = round(largest**0.5) if largest is not None and squares and all(squares) else None
     return {"height": side, "width": side, "frames": max(frames, default=None), "pixel_area": largest}
@@ -196,5 +206,7 @@ def _area(size: object, kind: str) -> int | None:
     try:
         value = float(str(size))
     except ValueError:
+        return None
+    if not 0 < value < _LARGEST:
         return None
     return round(value * 1024 * 1024) if kind == "area" else round(value * value)

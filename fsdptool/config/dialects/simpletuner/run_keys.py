@@ -44,8 +44,8 @@ KEYS = RunKeys(
         offload_during_startup_disabled lycoris_config
         """,
         either="""
-        optimizer_config text_encoder_1_precision gradient_precision distillation_method
-        unet_attention_slice fuse_qkv_projections fuse_optimizer vae_cache_ondemand
+        optimizer_config gradient_precision distillation_method unet_attention_slice
+        fuse_qkv_projections fuse_optimizer vae_cache_ondemand
         """,
     ),
     time=names("""
@@ -57,14 +57,18 @@ KEYS = RunKeys(
     input_perturbation loss_type caption_dropout_probability lora_dropout weight_noise
     """),
     no_effect=names("""
-    resume_from_checkpoint aspect_bucket_* seed minimum_image_size maximum_image_size
-    disable_benchmark output_dir checkpoint* training_scheduler_* timestep_* learning_rate lr_*
-    max_grad_norm evaluation_type freeze_encoder_strategy validation_* num_validation_images
-    num_eval_images eval_* hub_* push_* report_to tracker_* logging_dir vae_* write_batch_size
-    read_batch_size text_embed_* image_processing_batch_size compress_disk_cache skip_file_discovery
-    cache_* inference_scheduler_* instance_prompt user_prompt_library quantize_via
-    disable_bucket_pruning grad_clip_method model_card_* ramtorch_* group_offload_* delete_*
-    noise_scheduler i_know_what_i_am_doing metadata_update_interval max_workers aws_*
+    lora_rank lora_type ignore_final_epochs quantize_activations text_encoder_1_precision
+    text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision
+    prodigy_steps
+    hidream_* conditioning_* pretrained_t5_model_name_or_path controlnet_custom_config
+    strict_epoch_limit resume_from_checkpoint aspect_bucket_* seed minimum_image_size
+    maximum_image_size disable_benchmark output_dir checkpoint* training_scheduler_* timestep_*
+    learning_rate lr_* max_grad_norm evaluation_type freeze_encoder_strategy validation_*
+    num_validation_images num_eval_images eval_* hub_* push_* report_to tracker_* logging_dir vae_*
+    write_batch_size read_batch_size text_embed_* image_processing_batch_size compress_disk_cache
+    skip_file_discovery cache_* inference_scheduler_* instance_prompt user_prompt_library
+    quantize_via disable_bucket_pruning grad_clip_method model_card_* ramtorch_* group_offload_*
+    delete_* noise_scheduler i_know_what_i_am_doing metadata_update_interval max_workers aws_*
     torch_num_threads print_filenames print_sampler_statistics override_dataset_config ema_*
     keep_vae_loaded webhook_config flux_* init_lora preserve_data_backend_cache accelerate_*
     lora_alpha lr_end adam_* optimizer_beta* optimizer_weight_decay snr_weight max_train_samples
@@ -75,38 +79,117 @@ KEYS = RunKeys(
     unknown="refused",
 )
 
-MODELS = {
-    ("flux", None): "black-forest-labs/FLUX.1-Krea-dev",
-    ("flux", "krea"): "black-forest-labs/FLUX.1-Krea-dev",
-    ("flux", "dev"): "black-forest-labs/FLUX.1-dev",
-    ("flux", "schnell"): "black-forest-labs/FLUX.1-schnell",
-    ("flux", "kontext"): "black-forest-labs/FLUX.1-Kontext-dev",
-    ("flux2", None): "black-forest-labs/FLUX.2-dev",
-    ("sdxl", None): "stabilityai/stable-diffusion-xl-base-1.0",
-    ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
-    ("sd3", None): "stabilityai/stable-diffusion-3.5-medium",
-    ("sd3", "medium"): "stabilityai/stable-diffusion-3.5-medium",
-    ("sd3", "large"): "stabilityai/stable-diffusion-3.5-large",
-    ("qwen_image", None): "Qwen/Qwen-Image",
-    ("qwen_image", "v1.0"): "Qwen/Qwen-Image",
-    ("wan", None): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    ("wan", "t2v-480p-1.3b-2.1"): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    ("wan", "t2v-480p-14b-2.1"): "Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    ("wan", "ti2v-5b-2.2"): "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    ("wan", "i2v-14b-2.2-high"): "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-    ("chroma", None): "lodestones/Chroma1-Base",
-    ("auraflow", None): "fal/AuraFlow-v0.3",
-    ("hidream", None): "HiDream-ai/HiDream-I1-Full",
-    ("kolors", None): "Kwai-Kolors/Kolors-diffusers",
-    ("lumina2", None): "Alpha-VLLM/Lumina-Image-2.0",
-    ("cosmos", None): "nvidia/Cosmos-Predict2-2B-Text2Image",
-    ("cosmos", "14b"): "nvidia/Cosmos-Predict2-14B-Text2Image",
-    ("ltxvideo", None): "Lightricks/LTX-Video-0.9.5",
-    ("omnigen", None): "Shitao/OmniGen-v1-diffusers",
-    ("sd1x", "1.5"): "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    ("z_image", None): "Tongyi-MAI/Z-Image-Turbo",
+MODELS: dict[str, dict[str, str]] = {
+    "ace_step": {
+        "base": "ACE-Step/ACE-Step-v1-3.5B",
+    },
+    "auraflow": {
+        "v0.3": "fal/AuraFlow-v0.3",
+        "v0.2": "fal/AuraFlow-v0.2",
+        "v0.1": "fal/AuraFlow",
+    },
+    "chroma": {
+        "base": "lodestones/Chroma1-Base",
+        "hd": "lodestones/Chroma1-HD",
+    },
+    "cosmos2image": {
+        "2b": "nvidia/Cosmos-Predict2-2B-Text2Image",
+        "14b": "nvidia/Cosmos-Predict2-14B-Text2Image",
+    },
+    "deepfloyd": {
+        "i-medium-400m": "DeepFloyd/IF-I-M-v1.0",
+        "i-large-900m": "DeepFloyd/IF-I-L-v1.0",
+        "i-xlarge-4.3b": "DeepFloyd/IF-I-XL-v1.0",
+    },
+    "flux": {
+        "dev": "black-forest-labs/FLUX.1-dev",
+        "krea": "black-forest-labs/FLUX.1-Krea-dev",
+        "schnell": "black-forest-labs/FLUX.1-schnell",
+        "kontext": "black-forest-labs/FLUX.1-Kontext-dev",
+    },
+    "flux2": {
+        "dev": "black-forest-labs/FLUX.2-dev",
+    },
+    "hidream": {
+        "full": "HiDream-ai/HiDream-I1-Full",
+        "dev": "HiDream-ai/HiDream-I1-Dev",
+        "fast": "HiDream-ai/HiDream-I1-Fast",
+    },
+    "kolors": {
+        "1.0": "Kwai-Kolors/Kolors-diffusers",
+    },
+    "ltxvideo": {
+        "0.9.5": "Lightricks/LTX-Video-0.9.5",
+        "0.9.0": "Lightricks/LTX-Video",
+    },
+    "lumina2": {
+        "2.0": "Alpha-VLLM/Lumina-Image-2.0",
+    },
+    "omnigen": {
+        "v1": "Shitao/OmniGen-v1-diffusers",
+    },
+    "pixart_sigma": {
+        "600m-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        "600m-512": "PixArt-alpha/PixArt-Sigma-XL-2-512-MS",
+    },
+    "qwen_image": {
+        "v1.0": "Qwen/Qwen-Image",
+        "edit-v1": "Qwen/Qwen-Image-Edit",
+        "edit-v2": "Qwen/Qwen-Image-Edit-2509",
+    },
+    "sana": {
+        "sana1.0-1.6b-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        "sana1.0-600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
+    },
+    "sanavideo": {
+        "2b-480p": "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
+    },
+    "sd1x": {
+        "1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+        "1.4": "CompVis/stable-diffusion-v1-4",
+    },
+    "sd3": {
+        "medium": "stabilityai/stable-diffusion-3.5-medium",
+        "large": "stabilityai/stable-diffusion-3.5-large",
+    },
+    "sdxl": {
+        "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
+    },
+    "wan": {
+        "t2v-480p-1.3b-2.1": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "t2v-480p-14b-2.1": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        "i2v-14b-2.1": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+        "i2v-14b-2.2-high": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+        "i2v-14b-2.2-low": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+        "vace-1.3b-2.1": "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+        "ti2v-5b-2.2": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    },
+    "z-image": {
+        "turbo": "Tongyi-MAI/Z-Image-Turbo",
+    },
 }
-"""Family and flavour (None: the family's default), and the hub id of the weights."""
+"""Hub ids by family and flavour."""
+DEFAULT_FLAVOURS = {
+    "ace_step": "base",
+    "auraflow": "v0.3",
+    "chroma": "base",
+    "cosmos2image": "2b",
+    "flux": "krea",
+    "flux2": "dev",
+    "hidream": "full",
+    "kolors": "1.0",
+    "ltxvideo": "0.9.5",
+    "lumina2": "2.0",
+    "omnigen": "v1",
+    "pixart_sigma": "900m-1024-v0.6",
+    "qwen_image": "v1.0",
+    "sanavideo": "2b-480p",
+    "sd3": "medium",
+    "sdxl": "base-1.0",
+    "wan": "t2v-480p-1.3b-2.1",
+    "z-image": "turbo",
+}
+"""Flavours of families, where none is named."""
 
 ENVIRONMENT = {
     "MODEL_TYPE": "model_type", "MODEL_NAME": "pretrained_model_name_or_path",

@@ -134,7 +134,8 @@ def _attention(name: str, flavour: str, family: str | None, hub: str | None) -> 
 
 def _compiles(read: RunReader) -> bool:
     """Whether the model is compiled, and not the loss alone."""
-    components: Any = read.value("compile.components") or ["model", "loss"]
+    listed: Any = read.value("compile.components")
+    components = listed if isinstance(listed, list) else ["model", "loss"]
     old = read.flag("training.compile")
     return old or (read.flag("compile.enable") and "model" in components)
 

@@ -73,7 +73,7 @@ class Torchtune(Dialect):
         """Return 1 for ``tune run``."""
         return 1.0 if launch.program == "tune" else 0.0
 
-    def describe(self, file: RunFile) -> DescribedRun:
+    def describe(self, file: RunFile) -> DescribedRun | None:
         """Return the run of a file."""
         from fsdptool.config.dialects.torchtune.run import describe
 

@@ -19,8 +19,10 @@ _DISTRIBUTED = (
 )  # fmt: skip
 
 
-def describe(file: RunFile) -> DescribedRun:
-    """Return the run of a file or of ``tune run``."""
+def describe(file: RunFile) -> DescribedRun | None:
+    """Return the run of a file or of ``tune run``; None for what generates, evaluates or quantises."""
+    if "optimizer" not in file.data and file.launch.program != "tune":
+        return None
     read = RunReader(file, KEYS)
     builder = read.text("model._component_") or ""
     name = builder.rpartition(".")[2]

@@ -58,7 +58,7 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
         gradient_checkpointing="full" if read.flag("model.enable_gradient_checkpointing") else "none",
         fused_loss="none",
         processes=processes,
-        fsdp=2 if read.text(f"{place}.strategy") == "fsdp2" else 1,
+        fsdp=_version(read, f"{place}.strategy"),
         reshard=True,
         cpu_offload=offload,
         mesh=_mesh(read.whole("engine.fsdp_size") if engine else None, sp),
@@ -108,7 +108,7 @@ def _describe_rl(file: RunFile) -> DescribedRun:
         gradient_checkpointing="full" if read.flag(f"{_MODEL}.enable_gradient_checkpointing") else "none",
         fused_loss="cce" if read.flag(f"{_MODEL}.use_fused_kernels") else "none",
         processes=processes,
-        fsdp=2 if read.text(f"{_ACTOR}.strategy") == "fsdp2" else 1,
+        fsdp=_version(read, f"{_ACTOR}.strategy"),
         reshard=read.flag(f"{_ACTOR}.fsdp_config.reshard_after_forward"),
         cpu_offload=read.flag(f"{_ACTOR}.fsdp_config.offload_policy"),
         mesh=_mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp),
@@ -141,6 +141,15 @@ def _common(
         "compile": False,
         "wrap_classes": (*(layers or ("the model's _no_split_modules",)), "root"),
     }
+
+
+def _version(read: RunReader, key: str) -> Any:
+    """Return the version of FSDP that a strategy names; other engines are out of scope."""
+    strategy = read.text(key) or "fsdp"
+    if not strategy.startswith("fsdp"):
+        read.notes.append(f"{key}: {strategy} is out of scope: the equivalent of FSDP2 is fsdp2")
+        return "none"
+    return 2 if strategy == "fsdp2" else 1
 
 
 def _accumulation(total: int | None, micro: int | None, processes: int | None, sp: int) -> int | None:

@@ -85,12 +85,15 @@ RL = RunKeys(
         actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward
         actor_rollout_ref.actor.entropy_from_logits_with_chunking
         """,
-        either="actor_rollout_ref.actor.megatron.* actor_rollout_ref.actor.use_torch_compile",
+        either="actor_rollout_ref.actor.router_replay",
     ),
+    time=names("actor_rollout_ref.actor.use_torch_compile"),
     no_effect=_NO_EFFECT
     | names("""
-    actor_rollout_ref.hybrid_engine actor_rollout_ref.rollout.* actor_rollout_ref.ref.*
-    actor_rollout_ref.actor.* actor_rollout_ref.model.* critic.* reward_model.* reward.*
+    actor_rollout_ref.nccl_timeout skip rollout rollout.* sandbox_fusion sandbox_fusion.*
+    distillation distillation.* async_training async_training.* actor_rollout_ref.hybrid_engine
+    actor_rollout_ref.rollout.* actor_rollout_ref.ref.* actor_rollout_ref.actor.*
+    actor_rollout_ref.model.* critic.* reward_model.* reward.*
     """),
     unknown="refused",
 )
