@@ -117,9 +117,11 @@ class _Unit:
         """
         trained = self.trained
         used = [item for item in trained if _has_gradient(item)]
-        # Sums that wait unsharded are in the reduction's dtype, new gradients in the compute dtype.
-        wide = any(item.unsharded_accumulated_grad is not None for item in trained)
-        for item in used:
+        # From torch 2.15 on a parameter's own gradient is the sum, and FSDP joins dtypes as it reduces.
+        apart = any(hasattr(item, "accumulate_unsharded_grad_if_needed") for item in trained)
+        # Before, sums that wait unsharded are in the reduction's dtype, new gradients in the compute dtype.
+        wide = apart and any(item.unsharded_accumulated_grad is not None for item in trained)
+        for item in used if apart else ():
             item.accumulate_unsharded_grad_if_needed()
             if wide:
                 item.to_accumulated_grad_if_needed()
@@ -129,7 +131,9 @@ class _Unit:
                 if wide:
                     item.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=item.reduce_dtype)
                 else:
-                    parameter.grad = torch.zeros_like(parameter)
+                    # torch 2.13 has no dtype of gradients; 2.15 accepts zeros of this one only.
+                    dtype = None if apart else parameter.grad_dtype
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         return {id(item.sharded_param) for item in used}
 
     def stand_in(self, kind: int) -> set[int]:

@@ -21,6 +21,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.sharding import Unit, UnitPlan
+from fsdptool.versions import torch_is
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
@@ -210,11 +211,10 @@ def accept_integers() -> None:
     integers refuse, and casts whatever it gathers to the compute dtype (``_fsdp_param.py:
     _init_sharded_param, to_sharded_post_forward, init_dtype_attrs``).
     """
-    from packaging.version import Version
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     module: Any = _fsdp_param
-    if Version(torch.__version__).release >= (2, 13) or isinstance(module.nn, _Modules):
+    if torch_is(2, 13) or isinstance(module.nn, _Modules):
         return
     module.nn = _Modules()
     original = module.FSDPParam.init_dtype_attrs

@@ -12,6 +12,7 @@ from fsdptool.errors import FsdptoolError, ModelError
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.keys import Watched, check_overrides
 from fsdptool.records.anatomy import ModelSpec
+from fsdptool.versions import refuse_old, torch_is
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +37,12 @@ def build(
         ConfigError: The model does not read an override.
     """
     _quieten()
+    refuse_old()
     import torch
+
+    if not torch_is(2, 9):
+        # Operators on meta need it, and cannot load it themselves there (torch 2.8).
+        import torch._dynamo
 
     family = family_of(spec)
     config = Watched.of(spec)

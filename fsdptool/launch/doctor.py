@@ -18,13 +18,14 @@ from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.errors import ConfigError
 from fsdptool.files.values import read_json
-from fsdptool.launch.machine import TESTED, live_claims, register_claim, untested_versions
+from fsdptool.launch.machine import live_claims, register_claim
 from fsdptool.records.codec import from_json
 from fsdptool.records.command_documents import CacheState, Device, Health, Host, InstalledFamily, Probe
 from fsdptool.records.diagnostic import Diagnostic, tool_version
 from fsdptool.records.measurements import MEASURED, Measurements, RankMeasurements
 from fsdptool.records.run import DeviceType
 from fsdptool.runs.trackers import TRACKERS
+from fsdptool.versions import TESTED, untested_versions
 
 LIBRARIES = (
     *(library.package for library in TESTED),

@@ -1,4 +1,4 @@
-"""What this machine offers a run: its GPUs, which of them other runs use, and its libraries' versions."""
+"""What this machine offers a run: its GPUs, and which of them other runs use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from errno import EACCES, EAGAIN
-from importlib import metadata
 from pathlib import Path
 from stat import S_ISDIR
-
-from packaging.version import Version
 
 from fsdptool.distributed.devices import count_gpus, gpu_name, local_ids, split_ids, uuids_of, visible_ids
 from fsdptool.errors import ConfigError, StorageError
@@ -20,7 +17,6 @@ from fsdptool.files.text import UnreadableError
 from fsdptool.files.values import read_json
 from fsdptool.launch.processes import ProcessIdentity, identify, is_alive
 from fsdptool.records.cluster import ALLOCATOR_VARIABLES, EXPANDABLE, Cluster
-from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.runs.folder import write_json
 
@@ -234,59 +230,3 @@ def local_cluster(settings: FsdpSettings) -> Cluster | None:
 
 _PLANNED_VARIABLES = (*ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG")
 """Variables that workers inherit and that change the memory of a run (``planning/hardware.py``)."""
-
-UNTESTED = "DOC004"
-
-
-@dataclass(frozen=True, slots=True)
-class TestedVersions:
-    """The versions of one library, as ``major.minor``.
-
-    Attributes:
-        package: Distribution.
-        lowest: The oldest version that is supported.
-        highest: The newest version that was tested; ``pyproject.toml`` ends below the next.
-    """
-
-    package: str
-    lowest: str
-    highest: str
-
-
-TESTED = (
-    TestedVersions("torch", "2.11", "2.15"),
-    TestedVersions("accelerate", "1.15", "1.15"),
-    TestedVersions("transformers", "5.17", "5.23"),
-    TestedVersions("diffusers", "0.42", "0.42"),
-    TestedVersions("peft", "0.21", "0.21"),
-    TestedVersions("bitsandbytes", "0.50", "0.50"),
-    TestedVersions("torchao", "0.18", "0.18"),
-)
-"""Libraries whose internals or exact behaviour fsdptool relies on; the last two are optional.
-
-The whole test suite runs on the versions of ``constraints.txt``; ``benchmarks/versions`` runs the main
-paths on the lowest and the highest of these.
-"""
-
-
-def untested_versions() -> tuple[Diagnostic, ...]:
-    """Return a warning for every installed library whose version was not tested."""
-    findings = []
-    for library in TESTED:
-        try:
-            version = metadata.version(library.package)
-        except metadata.PackageNotFoundError:
-            continue
-        lowest, highest = Version(library.lowest).release, Version(library.highest).release
-        if lowest <= Version(version).release[:2] <= highest:
-            continue
-        tested = library.highest if lowest == highest else f"{library.lowest} to {library.highest}"
-        findings.append(
-            Diagnostic(
-                UNTESTED,
-                "warning",
-                f"{library.package} {version} was not tested with fsdptool: tested versions are {tested}",
-                help=f"pip install '{library.package}=={library.highest}.*' if something fails",
-            )
-        )
-    return tuple(findings)

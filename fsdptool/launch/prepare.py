@@ -12,7 +12,7 @@ from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
 from fsdptool.launch.command import Nodes
 from fsdptool.launch.job import FIRST_NODE, PORT, MultiNodeJob
-from fsdptool.launch.machine import local_cluster, untested_versions, visible_gpus
+from fsdptool.launch.machine import local_cluster, visible_gpus
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import device_profile
 from fsdptool.records.command_documents import Unchecked
@@ -25,6 +25,7 @@ from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
 from fsdptool.runs.trackers import check_trackers
+from fsdptool.versions import refuse_old, untested_versions
 
 Device = Literal["cpu", "cuda"]
 
@@ -97,6 +98,7 @@ def prepare(
     from fsdptool.modeling.units import plan_units
     from fsdptool.source import consented, weights_left_out, with_places
 
+    refuse_old(training=True)
     files = {RECIPE: _read(recipe_path), ACCELERATE: _read(config_path)}
     recipe = with_places(read_recipe(recipe_path), recipe_path.parent)
     recipe = consented(recipe, recipe_path, trust_remote_code=trust_remote_code)

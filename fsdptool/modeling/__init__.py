@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
+from fsdptool.versions import torch_is
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,15 +22,16 @@ def half_groups_only(original: Callable[..., bool]) -> Callable[..., bool]:
     scores of every head and keep them for backward.
 
     Args:
-        original: ``use_gqa_in_sdpa`` of ``transformers.integrations.sdpa_attention`` (5.23).
+        original: ``use_gqa_in_sdpa`` of ``transformers.integrations.sdpa_attention``: mask and key, and from
+            5.15 on the value, too.
     """
     import torch
 
-    def wanted(attention_mask: Any, key: Any, value: Any) -> bool:
+    def wanted(attention_mask: Any, key: Any, *value: Any) -> bool:
         half = key.dtype in (torch.float16, torch.bfloat16)
-        return half and original(attention_mask, key, value)
+        return half and original(attention_mask, key, *value)
 
-    return original if Version(torch.__version__).release >= (2, 14) else wanted
+    return original if torch_is(2, 14) else wanted
 
 
 def choose_kernels_of_cuda() -> None:

@@ -18,6 +18,7 @@ ORDER = (
     "files",
     "records",
     "options",
+    "versions",
     "rules",
     "cache",
     "families",

@@ -11,9 +11,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from fsdptool import versions
+from fsdptool.cli.app import run
 from fsdptool.distributed import devices
 from fsdptool.launch import doctor
-from fsdptool.launch import machine as versions
+from fsdptool.launch.machine import local_cluster
 from fsdptool.launch.prepare import prepare
 from fsdptool.planning.hardware import expands
 from fsdptool.records.plan import TrainingLoop
@@ -30,12 +32,16 @@ def next_minor(version: str) -> str:
 
 def test_the_bounds_and_the_pins_are_those_of_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = (line for lines in project["optional-dependencies"].values() for line in lines)
-    requirements = {r.name: r for r in map(Requirement, [*project["dependencies"], *extras])}
+    extras = project["optional-dependencies"]
+    lines = [line for name, lines in extras.items() if name != "train" for line in lines]
+    requirements = {r.name: r for r in map(Requirement, [*project["dependencies"], *lines])}
+    train = {r.name: str(r.specifier) for r in map(Requirement, extras["train"])}
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
     for library in versions.TESTED:
         bounds = f">={library.lowest},<{next_minor(library.highest)}"
         assert requirements[library.package].specifier == Requirement(f"x{bounds}").specifier
+        assert train.get(library.package) == (library.trains and f">={library.trains}")
+        assert (library.trains is None) is (library.reason == "")
         if library.package in pins:
             pinned = Version(pins[library.package]).release[:2]
             assert Version(library.lowest).release <= pinned <= Version(library.highest).release
@@ -45,9 +51,7 @@ def test_the_installed_versions_are_tested() -> None:
     assert versions.untested_versions() == ()
 
 
-@pytest.mark.parametrize(
-    ("version", "tested"), [("2.10.1", False), ("2.11.0", True), ("2.14.0+cpu", True), ("2.16.0", False)]
-)
+@pytest.mark.parametrize(("version", "tested"), [("2.10.1", True), ("2.14.0+cpu", True), ("2.16.0", False)])
 def test_other_versions_are_one_line_of_doctor_and_of_the_preflight(
     version: str, tested: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +67,47 @@ def test_other_versions_are_one_line_of_doctor_and_of_the_preflight(
         return
     assert [item.severity for item in told] == ["warning"]
     assert notes == (told[0].message,)
-    assert re.fullmatch(r"torch \S+ was not tested .* tested versions are 2\.11 to 2\.15", notes[0])
+    assert re.fullmatch(r"torch \S+ was not tested .* tested versions are 2\.8 to 2\.15", notes[0])
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "plans", "told"),
+    [
+        ("torch", "2.7.1", False, "torch 2.8 or newer, not 2.7.1: this version was not tested"),
+        ("torch", "2.9.1+cpu", True, "torch 2.10 or newer, not 2.9.1+cpu: its torchrun cannot"),
+        (
+            "transformers",
+            "4.57.6",
+            True,
+            "transformers 5.10 or newer, not 4.57.6: it cannot read the tokenizers",
+        ),
+        ("accelerate", "1.9.0", False, "accelerate 1.10 or newer, not 1.9.0: this version was not tested"),
+    ],
+)
+def test_older_versions_are_refused_with_the_reason(
+    package: str,
+    version: str,
+    plans: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The base needs none of them; what is planned already stays in the cache."""
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else real(name))
+    monkeypatch.setenv("FSDPTOOL_CACHE", str(tmp_path))
+    assert run(["detect", "qwen3:0.6b"]) == (0 if plans else 2)
+    if not plans:
+        assert f"error: fsdptool needs {told}" in capsys.readouterr().err
+    recipe = str(EXAMPLES / "recipes" / "decoder_full.yaml")
+    config = str(EXAMPLES / "configs" / "two_cpu_processes.yaml")
+    assert run(["train", recipe, "--config", config, "-o", str(tmp_path / "run")]) == 2
+    lowest = next(item.trains or item.lowest for item in versions.TESTED if item.package == package)
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: training needs {package} {lowest} or newer, not {version}: ")
+    assert plans is (told in error) or package == "accelerate"
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_gpu_is_named_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +117,7 @@ def test_the_gpu_is_named_by_the_drivers_files(tmp_path: Path, monkeypatch: pyte
     (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n", encoding="utf-8")
     monkeypatch.setattr(devices, "_DRIVER", tmp_path)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    cluster = versions.local_cluster(FsdpSettings(num_processes=2))
+    cluster = local_cluster(FsdpSettings(num_processes=2))
     assert cluster is not None and cluster.gpu is not None
     assert cluster.gpu.name.startswith("H200") and cluster.gpus_per_node == 2
     assert expands(cluster, TrainingLoop(program="accelerate"))

@@ -344,6 +344,7 @@ def load_class(library: str, name: str) -> Any:
         ModelError: The class does not exist or is something else (a pipeline, a configuration, an automatic
             class), or its module needs a package that is not installed.
     """
+    import torch
     from torch import nn
 
     try:
@@ -357,7 +358,8 @@ def load_class(library: str, name: str) -> Any:
         ) from error
     try:
         # diffusers loads bitsandbytes where it is installed, which remarks on CPUs' inference kernels.
-        with quiet("bitsandbytes"):
+        # A module that is imported while a model is built on meta keeps real tensors of its own.
+        with quiet("bitsandbytes"), torch.device("cpu"):
             value = getattr(module, name)
     except AttributeError:
         own = "use --trust-remote-code if the model has its own code, or upgrade transformers"

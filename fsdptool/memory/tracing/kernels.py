@@ -20,6 +20,7 @@ from fsdptool.families.objectives.packed_attention import assuming_cuda
 from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling import half_groups_only
 from fsdptool.records.trace import Profile
+from fsdptool.versions import torch_is
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -280,6 +281,20 @@ def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
             yield replaced(torch, create, _noted_as_full(getattr(torch, create)))
 
 
+def _grouped_products(profile: Profile) -> Iterator[AbstractContextManager[None]]:
+    """Yield what keeps transformers from asking fake tensors for their address, as it does before torch 2.11.
+
+    Its own answer is no on CPUs before torch 2.9, which have no such kernel.
+    """
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        return
+    if hasattr(moe, "_can_use_grouped_mm") and not torch_is(2, 11):
+        able = profile == "cuda" or torch_is(2, 9)
+        yield replaced(moe, "_can_use_grouped_mm", lambda *_, **__: able)
+
+
 def _grouping() -> Iterator[tuple[Any, str]]:
     """Yield where transformers decides whether SDPA gets fewer key heads than query heads."""
     try:
@@ -306,6 +321,8 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             for context in _real_masks(masking_utils):
                 stack.enter_context(context)
         stack.enter_context(replaced(_meta_registrations, "_meta_grouped_mm_common", _grouped(profile)))
+        for context in _grouped_products(profile):
+            stack.enter_context(context)
         functional = torch.nn.functional
         if profile != "cuda":
             # What CUDA's kernels make of the same pair has not been measured.
@@ -316,6 +333,7 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             for module, name in _grouping():
                 stack.enter_context(replaced(module, name, half_groups_only(getattr(module, name))))
             stack.enter_context(replaced(functional, "dropout", _drop))
-            stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))
+            if torch_is(2, 9):  # before, composite on CUDA, too
+                stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))
             stack.enter_context(replaced(context_attention, "kernel_for", context_attention.cuda_kernel))
         yield
