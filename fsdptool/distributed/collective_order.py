@@ -178,7 +178,9 @@ class _Unit:
         result = group._all_gather_result
         if isinstance(result.all_gather_work, dist.distributed_c10d.Work):
             result.all_gather_work.wait()
-        group._wait_all_gather_streams_on_event(result.all_gather_event)
+        # A function of the shared context from torch 2.15 on.
+        wait = getattr(group.comm_ctx, "wait_all_gather_streams_on_event", None)
+        (wait or group._wait_all_gather_streams_on_event)(result.all_gather_event)
         group._all_gather_result, group._sharded_state = pending, state
         for item, before in zip(group.fsdp_params, states, strict=True):
             item.sharded_state = before
