@@ -66,6 +66,15 @@ def test_a_value_of_the_wrong_type_is_a_problem_and_no_fact() -> None:
     assert run.problems == ("micro_batch_size must be a whole number, not 'many'",)
 
 
+def test_what_the_program_refuses_is_said_and_the_run_is_described_all_the_same() -> None:
+    run = described(AXOLOTL.replace("learning_rate: 2e-4\n", "").replace("adapter: qlora\n", ""))
+    assert run.problems == (
+        "learning_rate is missing: axolotl stops",
+        "load_in_8bit and load_in_4bit need an adapter",
+    )
+    assert (run.method, run.micro_batch) == ("full", 4)
+
+
 def test_an_old_word_decides_the_version_whose_defaults_count() -> None:
     new = described("model_name_or_path: a/b\ndataset_name: c\npacking: false\noutput_dir: d\n")
     old = described("model_name_or_path: a/b\ndataset_name: c\npacking: false\nmax_seq_length: 512\n")

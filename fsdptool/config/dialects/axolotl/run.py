@@ -7,6 +7,7 @@ Source: axolotl 0.19.0 (src/axolotl): ``utils/schemas`` (keys, defaults), ``util
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
@@ -32,6 +33,7 @@ def describe(file: RunFile) -> DescribedRun:
     dtype = _dtype(read)
     method, quantisation, base = _method(read, adapter, dtype)
     fsdp, sharding = _fsdp(read)
+    read.problems.extend(_refusals(read, adapter))
     stored: str | None = "fp32" if adapter else base
     if fsdp == 1:
         stored = "fp32"  # accelerate's preparation of FSDP1 upcasts what trains
@@ -39,7 +41,7 @@ def describe(file: RunFile) -> DescribedRun:
     if "llm_compressor" in plugins:
         base, stored, quantisation = "checkpoint", None, None
     micro = read.whole("micro_batch_size")
-    accumulation = _accumulation(read, micro)
+    accumulation = _accumulation(read)
     mesh = DescribedMesh(
         dp_replicate=read.whole("dp_replicate_size"),
         dp_shard=read.whole("dp_shard_size"),
@@ -94,6 +96,19 @@ def describe(file: RunFile) -> DescribedRun:
     )
 
 
+def _refusals(read: RunReader, adapter: str) -> Iterator[str]:
+    """Yield what the schema refuses (utils/schemas): the run is described all the same."""
+    if not read.has("learning_rate"):
+        yield "learning_rate is missing: axolotl stops"
+    switched = [key for key in _ATTENTION if read.raw(key) is True]
+    if switched and read.has("attn_implementation"):
+        yield f"attn_implementation cannot be combined with {switched[0]} (config.py:1571)"
+    if not adapter and (read.raw("load_in_8bit") is True or read.raw("load_in_4bit") is True):
+        yield "load_in_8bit and load_in_4bit need an adapter"
+    if read.has("batch_size") and read.has("gradient_accumulation_steps"):
+        yield "only one of gradient_accumulation_steps and batch_size may be set (validation.py:278)"
+
+
 def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
@@ -104,12 +119,11 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _dtype(read: RunReader) -> str:
     """Return what ``resolve_dtype`` sets ``torch_dtype`` to; ``auto`` is bf16 on every GPU since Ampere."""
-    if read.flag("fp16") or read.flag("float16"):
-        return "fp16"
-    if read.has("bf16") and read.raw("bf16") != "auto" and not read.flag("bf16"):
-        return "bf16" if read.flag("bfloat16") else "fp32"
-    read.value("bf16", "bfloat16")
-    return "bf16"
+    half = read.flag("fp16")
+    automatic = str(read.value("bf16")).lower() == "auto"
+    if (automatic and not half) or (not automatic and read.flag("bf16")) or read.flag("bfloat16"):
+        return "bf16"
+    return "fp16" if half or read.flag("float16") or read.flag("load_in_8bit") else "fp32"
 
 
 def _method(read: RunReader, adapter: str, dtype: str) -> tuple[str, str | None, str]:
@@ -152,10 +166,11 @@ def _objective(read: RunReader) -> str:
     return "pretrain" if read.value("pretraining_dataset") else "sft"
 
 
-def _accumulation(read: RunReader, micro: int | None) -> int | None:
-    batch = read.whole("batch_size")
-    if batch and micro and not read.has("gradient_accumulation_steps"):
-        return max(1, batch // micro)
+def _accumulation(read: RunReader) -> int | None:
+    if read.has("batch_size") and not read.has("gradient_accumulation_steps"):
+        read.notes.append(
+            "batch_size is not looked at: gradient_accumulation_steps is 1 by then (utils/config)"
+        )
     return read.whole("gradient_accumulation_steps")
 
 

@@ -42,6 +42,7 @@ _NUMBERS = """
     scaling_softmax scaling_softmax_bias scaling_softmax_factor use_eaft use_pose
 """
 _NO_EFFECT = """
+    batch_size
     lora_r lora_target_linear lora_target_modules lora_modules_to_save bf16 bfloat16 float16 float32
     trl trl.* nemo_gym_* hatchery gptq_groupsize gptq_model_v1 nvfp4_merge_aware use_dsv4_kernels
     dsv4_* use_glm_dsa_kernels expert_parallel_* model_config torch_dtype
