@@ -11,6 +11,7 @@ if [ "${1:-}" = --quick ]; then
 fi
 ruff format --check .
 ruff check .
+lint-imports
 # mypy runs beside the first tests; its output is printed after theirs.
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
