@@ -67,9 +67,11 @@ def predict(row: Mapping[str, Any]) -> Candidate:
     """Return our plan of a row: exactly its configuration, without a search."""
     with tempfile.TemporaryDirectory() as folder:
         recipe, cluster = Path(folder) / "recipe.yaml", Path(folder) / "cluster.yaml"
-        # Blocks are eager where a row does not say otherwise; ``fsdptool train`` would compile them.
+        # Where a row does not say otherwise, blocks are eager and the head returns logits; ``fsdptool train``
+        # would decide both.
         sharding = {"compile": False, **row["recipe"].get("sharding", {})}
-        recipe.write_text(json.dumps({**row["recipe"], "sharding": sharding}))
+        objective = {"fused": False, **row["recipe"].get("objective", {})}
+        recipe.write_text(json.dumps({**row["recipe"], "sharding": sharding, "objective": objective}))
         # These programs leave torch's default where they set nothing; ``fsdptool train`` does not.
         environment = {
             "PYTORCH_ALLOC_CONF": "expandable_segments:False",

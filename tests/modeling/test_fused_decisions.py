@@ -13,6 +13,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
 from fsdptool.launch.prepare import prepare
 from fsdptool.launch.start import write_run
+from fsdptool.memory.tracing.make_trace import make_trace
 from fsdptool.modeling.fused_loss import decide_fused_loss
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import Options, make_plan, read_request
@@ -171,6 +172,24 @@ def test_a_plan_a_dry_run_and_its_folder_decide_alike(models: dict[str, str], tm
         folder = tmp_path / f"run-{length}"
         write_run(folder, prepared, resume=None, number=0, argv=[], force=False)
         assert read_inputs(folder).recipe.objective.fused is planned.fused_loss.fused
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_nothing_is_computed_twice(models: dict[str, str], method: str) -> None:
+    """The products are those of a loss after the head; they only run in forward."""
+    counts = []
+    for given in (False, True):
+        recipe = Recipe(
+            ModelChoice(models["llama"]),
+            method=Method("lora", lora=Lora(targets=("q_proj",))) if method == "lora" else Method(),
+            objective=Objective(options={"chunk": 16}, fused=given),
+            batch=Batch(sequence_length=256),
+        )
+        run = resolve_run(recipe, FsdpSettings(mixed_precision="bf16"))
+        trace = make_trace(resolve(models["llama"]), run, "cuda")
+        assert trace.known, trace.unknowns
+        counts.append(sum(sum(segment.flops.values()) for segment in trace.segments))
+    assert counts[0] == counts[1]
 
 
 def test_the_default_takes_less_memory_where_it_is_taken(models: dict[str, str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fsdptool.memory.simulation.program import traced_path
+from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
@@ -15,7 +18,7 @@ from fsdptool.planning.step_time import ModuleSeconds, Traffic, fill, module_cos
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.sharding import UnitPlan
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.records.tensor_plan import Placement, SplitModule, TensorPlan
 from fsdptool.records.trace import Operation, Repeat, Segment, Trace
 
@@ -81,6 +84,45 @@ def test_communication_hides_behind_enough_compute() -> None:
     # Only the first gather and the last reduce-scatter have nothing to hide behind.
     assert busy.exposed_communication < 3 * busy.communication / 32
     assert idle.exposed_communication > 0.9 * idle.communication
+
+
+def test_copies_to_the_host_take_what_compute_does_not_hide() -> None:
+    """Forward of 20 ms and backward of 40 ms a unit, on one rank: copies of 10 ms cost nothing."""
+    alone = [
+        replace(stage, gather_bytes=0.0, reduce_bytes=0.0, shard_reduce_bytes=0.0, backward_ranks=1)
+        for stage in stages(4, size=0.0, forward=0.02)
+    ]
+
+    def seconds(copy: float) -> float:
+        hosted = [replace(stage, hosted_bytes=copy * 25e9) for stage in alone]
+        timing = time_step(hosted, RUN, ParallelDims(1, 1), make_cluster(GPU, 1), MACHINE)
+        assert timing is not None
+        return timing.seconds
+
+    assert seconds(0.01) == seconds(0.0)
+    assert seconds(0.03) - seconds(0.0) == pytest.approx(4 * 0.01)
+    assert seconds(0.05) - seconds(0.0) == pytest.approx(4 * (0.03 + 0.01))
+
+
+def test_a_plan_charges_activations_that_move_to_the_host(tmp_path: Path) -> None:
+    """Narrow blocks compute less than a copy of their inputs takes."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512}
+    config |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "vocab_size": 64}))
+    found = {}
+    for to_host in (False, True):
+        settings = FsdpSettings(
+            num_processes=1,
+            mixed_precision="bf16",
+            activation_checkpointing=True,
+            activation_checkpointing_offload=to_host,
+        )
+        options = Options(
+            reference=str(tmp_path), config=settings, gpu=GPU.name, gpus=1, sequence_length=512,
+            micro_batch=64, search=False,
+        )  # fmt: skip
+        found[to_host] = make_plan(read_request(options)).candidates[0].step_seconds or 0.0
+    assert found[True] > 1.02 * found[False] > 0.0
 
 
 def test_keeping_units_gathered_saves_their_second_gather() -> None:
