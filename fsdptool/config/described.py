@@ -231,7 +231,7 @@ def _arguments(words: Iterable[str]) -> tuple[dict[str, Any], list[tuple[str, An
 
 
 def _value(text: str) -> Any:
-    """Return a value of a Hydra override; what is no number, truth or list stays text."""
+    """Return a value of a Hydra override; anything but a number, a truth or a list stays text."""
     word = text.strip()
     if word.lower() in ("true", "false"):
         return word.lower() == "true"

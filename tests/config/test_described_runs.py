@@ -147,3 +147,8 @@ def test_explain_carries_the_run_and_a_file_of_another_program_is_no_error() -> 
     assert document["run"]["program"] == "ai-toolkit"
     assert document["run"]["family"] == "flux.1:dev"
     assert explained.exit_code() == 0
+
+
+def test_a_recipe_describes_a_run_as_well() -> None:
+    run = described("model: {reference: 'llama3:8b'}\nmethod: {name: lora, lora: {rank: 4, base: nf4}}\n")
+    assert (run.program, run.family, run.method, run.lora_rank) == ("fsdptool", "llama3:8b", "qlora", 4)

@@ -147,6 +147,7 @@ _RUN_FORMATS: tuple[str, ...] = (
     "fsdptool.config.dialects.automodel:AutoModel",
     "fsdptool.config.dialects.diffusers:Diffusers",
     "fsdptool.config.dialects.ms_swift:MsSwift",
+    "fsdptool.config.dialects.own:OwnRecipe",
     "fsdptool.config.dialects.verl:Verl",
 )
 """Programs of whose files only the run is read: module and class, by a colon."""

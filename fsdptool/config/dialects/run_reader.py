@@ -1,4 +1,4 @@
-"""Reads a run from a file or a command line: what is asked for is used, and every other key is told.
+"""Reads a run from a file or a command line: the keys that are read count as used.
 
 A program's table (:class:`RunKeys`) lists its keys; its dialect decides the facts (:meth:`Dialect.describe`).
 """
@@ -191,7 +191,7 @@ _WHOLE = frozenset([
 
 
 class RunReader:
-    """The values of one file; what is asked for counts as used.
+    """The values of one file; a key that is read counts as used.
 
     Args:
         file: What describes the run.
@@ -325,7 +325,7 @@ class RunReader:
         for name in _WHOLE & facts.keys():
             value = facts[name]
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                self.problems.append(f"{name}: {str(value)[:60]!r} is no whole number")
+                self.problems.append(f"{name}: {str(value)[:60]!r} is not a whole number")
                 facts[name] = None
         described = DescribedRun(self.keys.program, self.file.version or self.keys.version, **facts)
         keys = self._told()

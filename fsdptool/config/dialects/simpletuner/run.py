@@ -50,7 +50,7 @@ def describe(file: RunFile) -> DescribedRun:
     named = (read.text("optimizer") or "").lower()
     optimizer = named.replace("-", "_") if named in ("adamw-bf16", "adamw-8bit") else named
     if optimizer != named:
-        read.problems.append(f"optimizer {named} is no name of SimpleTuner 4.8: read as {optimizer}")
+        read.problems.append(f"optimizer {named} is not a name of SimpleTuner 4.8: read as {optimizer}")
     fsdp = launch.fsdp or (read.whole("fsdp_version") if read.flag("fsdp_enable") else None)
     processes = launch.processes or read.whole("num_processes")
     read.use(

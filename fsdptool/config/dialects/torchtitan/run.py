@@ -108,7 +108,7 @@ def _batch(read: RunReader, mesh: DescribedMesh) -> tuple[int | None, int | None
         known = micro is not None and data is not None
         if known and micro is not None and data is not None and wanted % (micro * data):
             read.problems.append(
-                f"global_batch_size {wanted} is no multiple of {micro} x {data} data-parallel ranks"
+                f"global_batch_size {wanted} is not a multiple of {micro} x {data} data-parallel ranks"
             )
         accumulation = wanted // (micro * data) if known and micro and data else None
         return micro, accumulation, wanted, ranks
