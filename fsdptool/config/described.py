@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from fsdptool.config.command_lines import NamedFiles, default_files
@@ -30,6 +30,10 @@ _EXTENDING = frozenset({"extends", "include", "includes", "_base_", "base_config
 """Keys with which programs and people take settings from another file."""
 _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
 _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
+_UNREAD = "is not read here: the run that it describes is not known"
+_ACCELERATE = "accelerate's file"
+_NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")
+"""How the names of accelerate files begin that do not configure FSDP, as in TRL's and diffusers' examples."""
 _SINGLE = frozenset(
     {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
 )
@@ -60,11 +64,24 @@ def describe_run(
         return None
     reader, file = found
     run = reader.describe(file)
+    unread = next((item for item in file.launch.problems if item.endswith(_UNREAD)), None)
+    if run is not None and unread is not None:
+        # Without the file every other fact would be a default that the file may well override.
+        known = file.launch.processes
+        return DescribedRun(run.program, run.program_version, processes=known, problems=(unread,))
+    if run is not None and run.fsdp == "none" and _hidden_sharding(run):
+        run = replace(run, fsdp=None, cpu_offload=None)
     if run is None or run.model is None or run.family is not None:
         return run
     family, note = family_of_name(run.model)
     run = replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
     return _as_published(run) if (family or "").partition(":")[0] in STORED_IN_FP32 else run
+
+
+def _hidden_sharding(run: DescribedRun) -> bool:
+    """Whether an accelerate file that was not read may switch FSDP on; names of some say that they do not."""
+    names = (item.split()[2] for item in run.problems if item.startswith(_ACCELERATE))
+    return any(not PurePath(name).name.startswith(_NO_FSDP) for name in names)
 
 
 def _as_published(run: DescribedRun) -> DescribedRun:
@@ -129,8 +146,11 @@ def _of_command(
         reader = _chosen({form: form.starts(launch, names) for form in run_formats()}, program, None)
         if reader is None:
             continue
-        named = next((data.pop(key) for key in _CONFIG_FLAGS if key in data and _is_file(data[key])), None)
+        flags = (key for key in _CONFIG_FLAGS if isinstance(data.get(key), str))
+        named = next((data.pop(key) for key in flags), None)
         named = named or next((word for word in positional if _is_file(word)), None)
+        if named is None and launch.program == "torchtitan":
+            named = environment.get("CONFIG_FILE")
         base: dict[str, Any] = {}
         problems = list(launch.problems)
         if named is not None:
@@ -138,7 +158,7 @@ def _of_command(
             if isinstance(read, dict):
                 base = read
             else:
-                problems.append(f"{named} is not read: what it sets is not known")
+                problems.append(f"{named} {_UNREAD}")
         for key, value in (*data.items(), *overrides):
             _put(base, key.split("."), value)
         if launch.fsdp is None and launch.program == "accelerate":
@@ -296,7 +316,7 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
         if isinstance(read, dict):
             data = read
         else:
-            problems.append(f"accelerate's file {named} is not read: what it sets is not known")
+            problems.append(f"{_ACCELERATE} {named} is not read: what it sets is not known")
     return replace(_settings(launch, flags, data, named is not None), problems=tuple(problems))
 
 

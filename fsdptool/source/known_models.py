@@ -21,7 +21,7 @@ _SAME_SHAPES = {
     "flux.1-kontext": "flux.1", "flux-dev": "flux.1-dev", "flux1-dev": "flux.1-dev",
     "stable-diffusion-xl": "sdxl",
     "mistral-7b-v0.2": "mistral-7b-v0.1", "llama-3.2-vision-11b": "llama-3.2-11b-vision",
-    "tinyllama-v1.1": "tinyllama-1.1b",
+    "tinyllama-v1.1": "tinyllama-1.1b", "stable-diffusion-v1-4": "stable-diffusion-v1-5",
 }  # fmt: skip
 """Names of models whose shapes are those of another one."""
 _OTHER_SHAPES = frozenset([

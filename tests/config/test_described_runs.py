@@ -152,3 +152,15 @@ def test_explain_carries_the_run_and_a_file_of_another_program_is_no_error() -> 
 def test_a_recipe_describes_a_run_as_well() -> None:
     run = described("model: {reference: 'llama3:8b'}\nmethod: {name: lora, lora: {rank: 4, base: nf4}}\n")
     assert (run.program, run.family, run.method, run.lora_rank) == ("fsdptool", "llama3:8b", "qlora", 4)
+
+
+def test_a_command_line_whose_file_is_not_here_gives_no_facts() -> None:
+    run = described("torchrun --nproc_per_node=8 -m axolotl.cli.train nowhere.yaml --micro-batch-size 2\n")
+    assert (run.program, run.processes, run.micro_batch, run.method) == ("axolotl", 8, None, None)
+    assert "nowhere.yaml is not read here" in run.problems[0]
+
+
+def test_an_accelerate_file_that_is_not_here_leaves_sharding_open() -> None:
+    text = "sft.py --model_name_or_path gpt2 --dataset_name d --output_dir o\n"
+    assert described(f"accelerate launch --config_file cluster.yaml {text}").fsdp is None
+    assert described(f"accelerate launch --config_file multi_gpu.yaml {text}").fsdp == "none"

@@ -264,7 +264,8 @@ class Torchtitan(Dialect):
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line starts torchtitan."""
-        return 1.0 if launch.program == "torchtitan" or launch.script.startswith("torchtitan.") else 0.0
+        own = launch.program == "torchtitan" or launch.script.startswith("torchtitan.")
+        return 1.0 if own or "job.config_file" in names else 0.0
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a file."""

@@ -7,6 +7,7 @@ Sources: transformers 5.24.0 ``training_args.py``, ``modeling_utils.py:4183`` (d
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -152,6 +153,13 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     text = " ".join(words) if isinstance(words, list) else str(words or "")
     on = bool(words) and text.lower() not in ("false", "none", "", "[]")
     block = read.raw("fsdp_config")
+    if isinstance(block, str) and block.lstrip().startswith("{"):
+        read.use("fsdp_config")
+        try:
+            block = json.loads(block)
+        except (ValueError, RecursionError):
+            read.problems.append("fsdp_config is not JSON")
+            block = None
     if isinstance(block, str):
         read.use("fsdp_config")
         named = block

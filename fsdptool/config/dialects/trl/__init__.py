@@ -38,6 +38,10 @@ _OWN = frozenset([
     "max_completion_length", "use_vllm", "vllm_mode", "use_peft", "lora_target_modules", "lora_r",
     "attn_implementation", "model_revision", "accelerate_config", "chat_template_path", "eos_token",
 ])  # fmt: skip
+_TRAINERS = frozenset([
+    "sft", "dpo", "grpo", "kto", "rloo", "orpo", "cpo", "gkd", "reward_modeling", "online_dpo", "nash_md",
+])  # fmt: skip
+"""Scripts that TRL ships (trl/scripts, examples/scripts)."""
 _OTHERS = frozenset({"stage", "finetuning_type", "base_model", "accelerate_launch_args"})
 """Keys of LLaMA-Factory, axolotl and fms-hf-tuning, which share many of the others."""
 
@@ -105,6 +109,8 @@ class Trl(Trainer):
         """Return how surely a command line is ``trl sft``, or a script with TRL's flags."""
         if launch.program == "trl" or launch.script.startswith("trl.") or ".trl." in f".{launch.script}":
             return 1.0
+        if launch.script.rpartition(".")[2] in _TRAINERS and {"dataset_name", "model_name_or_path"} <= names:
+            return 0.95
         known = names & {"model_name_or_path", "model_name"} and not names & (_OTHERS | {"model_max_length"})
         return 0.95 if known and len(names & _OF_RUNS) >= 2 else 0.0
 

@@ -6,6 +6,7 @@ offload), ``workers/actor/dp_actor.py:552``, ``utils/fsdp_utils.py:524`` (units)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, state_bits
@@ -20,6 +21,10 @@ _OBJECTIVES = {"gae": "ppo"}
 
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
+    for key in ("config_path", "config_name"):
+        if key in file.data:
+            problem = f"{key}: {file.data[key]} is not read: what it sets is not known"
+            file = replace(file, launch=replace(file.launch, problems=(*file.launch.problems, problem)))
     if "actor_rollout_ref" in file.data:
         return _describe_rl(file)
     engine = "engine" in file.data or file.launch.script.endswith(".sft_trainer")

@@ -10,7 +10,7 @@ from fsdptool.config.dialects.run_reader import RunKeys, names, sides
 
 _CONFIG = "verl/trainer/config"
 _NO_EFFECT = names("""
-    data.* trainer.* algorithm.* optim.* checkpoint.* hydra hydra.* defaults
+    config_path config_name data.* trainer.* algorithm.* optim.* checkpoint.* hydra hydra.* defaults
     custom_reward_function.* reward_manager.* global_profiler.* ray_kwargs.* transfer_queue.*
     profiler.* model.trust_remote_code model.external_lib model.use_shm model.tokenizer_path
     model.lora_alpha model.override_config.* model.fsdp_config.wrap_policy.* engine.wrap_policy.*
