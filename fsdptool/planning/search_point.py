@@ -76,6 +76,8 @@ def at_point(run: ResolvedRun, point: SearchPoint, cluster: Cluster) -> Resolved
             prefetch=point.prefetch,
         ),
         mesh=size_mesh(mesh, cluster.world_size, point.ep),
+        # NVIDIA's generations that compute in bfloat16 are those that torch's flash kernel supports.
+        flash=cluster.gpu is None or cluster.gpu.native_bf16,
     )
 
 

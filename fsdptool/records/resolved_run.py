@@ -61,6 +61,7 @@ class ResolvedRun:
         sharding: How parameters are grouped, computed, gathered and recomputed.
         mesh: Every size, the experts' included; ``dp_shard`` is open only where the launch decides the ranks.
         loop: Whose training loop it is, and what is assumed about it.
+        flash: Whether its GPUs have torch's flash attention: NVIDIA's from Ampere on, and AMD's.
     """
 
     recipe: Recipe
@@ -68,6 +69,7 @@ class ResolvedRun:
     sharding: ResolvedSharding
     mesh: ParallelDims
     loop: TrainingLoop
+    flash: bool = True
 
     @property
     def loading(self) -> Loading:

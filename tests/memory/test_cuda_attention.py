@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.kernels import kernels_of
 from fsdptool.memory.tracing.operators import copied_bytes
 from fsdptool.modeling import half_groups_only
+from fsdptool.modeling.resolve import resolve_run
+from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.hardware import load_gpu
+from fsdptool.planning.search_point import point_of
+from fsdptool.records.cluster import Cluster
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.sharding import FsdpSettings
+from fsdptool.source import resolve
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -69,6 +80,35 @@ def test_the_kernel_follows_dtype_grouping_and_mask(
     assert operators.seen == [(kernel, heads)]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "seen"), [(torch.float16, [(EFFICIENT, 8)]), (torch.bfloat16, [])])
+def test_gpus_before_ampere_have_no_flash_attention(
+    dtype: torch.dtype, seen: list[tuple[str, int]], masked: bool
+) -> None:
+    """Keys of groups are repeated; bfloat16 falls to plain products."""
+    operators, layer = Operators(), Layer()
+    with FakeTensorMode(), kernels_of("cuda", flash=False), operators:
+        query, keys = torch.empty(2, 8, 64, 32, dtype=dtype), torch.empty(2, 2, 64, 32, dtype=dtype)
+        mask = torch.ones(2, 1, 64, 64, dtype=torch.bool) if masked else None
+        sdpa_attention_forward(layer, query, keys, keys, mask)
+    assert operators.seen == seen
+
+
+def test_plans_for_gpus_before_ampere_assume_no_flash_attention(tmp_path: Path) -> None:
+    """Packed documents, which a kernel keeps apart on newer GPUs and a mask on these."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
+    config |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "vocab_size": 64}))
+    spec = resolve(str(tmp_path))
+    recipe = Recipe(ModelChoice(str(tmp_path)), batch=Batch(sequence_length=64))
+    run = resolve_run(recipe, FsdpSettings(num_processes=1, mixed_precision="fp16"))
+    estimator = Estimator(spec, inspect(spec), run)
+    for name, fused in (("V100-32GB-SXM", False), ("T4-16GB", False), ("A100-80GB-SXM", True)):
+        trace = estimator.trace_of(point_of(run), Cluster(load_gpu(name), 1))
+        kinds = {item.fused for item in trace.operations if item.kind.startswith("attention")}
+        assert kinds == {fused}, name
+
+
 @pytest.mark.parametrize(("version", "grouped"), [("2.11.0", False), ("2.13.0", False), ("2.14.0", True)])
 def test_fp32_keeps_groups_where_a_fused_kernel_takes_them(
     monkeypatch: pytest.MonkeyPatch, version: str, grouped: bool
@@ -79,6 +119,8 @@ def test_fp32_keeps_groups_where_a_fused_kernel_takes_them(
     assert wanted(None, keys, keys) == grouped
     assert wanted(None, keys.bfloat16(), keys.bfloat16())
     assert not wanted(keys, keys.bfloat16(), keys.bfloat16())
+    without = half_groups_only(lambda mask, key, value: mask is None, flash=False)
+    assert without(None, keys.half(), keys.half()) == grouped
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class MicroBatchConditions:
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
+        flash: Whether GPUs have flash attention.
         recipe: What traces share that differ in their micro-batch only, or in how many ranks share out
             experts; empty where it is not known.
     """
@@ -67,6 +68,7 @@ class MicroBatchConditions:
     off_step: RunPhase | None = None
     sharing: int = 1
     ring: bool = False
+    flash: bool = True
     recipe: str = ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,23 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    flash: bool = True,
 ) -> torch.Tensor:
     """Route as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
 
     Flash for half precision without a mask; else the memory-efficient kernel, which takes masks and
-    fp32. Both compute a causal mask that has no values (``torch.nn.attention.bias``) by themselves.
+    fp32. Both compute a causal mask that has no values (``torch.nn.attention.bias``) by themselves. GPUs
+    before Ampere have no flash kernel, and plain products for bfloat16.
     """
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = None, True
-    if attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
+    if not flash and query.dtype == torch.bfloat16:
+        plain: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return plain
+    if flash and attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
@@ -306,8 +315,13 @@ def _grouping() -> Iterator[tuple[Any, str]]:
 
 
 @contextmanager
-def kernels_of(profile: Profile) -> Iterator[None]:
-    """Answer as the profile's device would, with the masks of a real run."""
+def kernels_of(profile: Profile, *, flash: bool = True) -> Iterator[None]:
+    """Answer as the profile's device would, with the masks of a real run.
+
+    Args:
+        profile: The kind of device.
+        flash: Whether a GPU has flash attention.
+    """
     from torch import _meta_registrations
 
     from fsdptool.families.objectives import context_attention
@@ -329,9 +343,11 @@ def kernels_of(profile: Profile) -> Iterator[None]:
             stack.enter_context(replaced(functional, "batch_norm", _batch_norm(functional.batch_norm)))
         else:
             stack.enter_context(assuming_cuda())
-            stack.enter_context(replaced(functional, "scaled_dot_product_attention", _attend))
+            attend = partial(_attend, flash=flash)
+            stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
             for module, name in _grouping():
-                stack.enter_context(replaced(module, name, half_groups_only(getattr(module, name))))
+                grouping = half_groups_only(getattr(module, name), flash=flash)
+                stack.enter_context(replaced(module, name, grouping))
             stack.enter_context(replaced(functional, "dropout", _drop))
             if torch_is(2, 9):  # before, composite on CUDA, too
                 stack.enter_context(replaced(functional, "rms_norm", _rms_norm(functional.rms_norm)))

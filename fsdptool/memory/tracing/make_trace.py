@@ -114,6 +114,7 @@ def make_trace(
         master=_dtype(plan.master_dtype),
         sharing=run.mesh.cp,
         ring=run.settings.cp_comm_strategy == "alltoall",
+        flash=run.flash,
         recipe=alike,
     )
     micro_loss = ModelLoss(objective) if run.loop.own_loss else method.micro_loss(recipe, objective)
@@ -283,6 +284,7 @@ def _trace_teacher(
         teacher=True,
         sharing=run.mesh.cp,
         ring=run.settings.cp_comm_strategy == "alltoall",
+        flash=run.flash,
         recipe=alike,
     )
     traced = _trace_or_explain(make, Task(objective), specs, conditions, anatomy, recipe)

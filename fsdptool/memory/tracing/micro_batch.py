@@ -77,7 +77,7 @@ def run_trace(
     gc.disable()
     try:
         with ExitStack() as stack:
-            stack.enter_context(kernels_of(conditions.profile))
+            stack.enter_context(kernels_of(conditions.profile, flash=conditions.flash))
             if not compiled:
                 # A compiled block recomputes inside its own program.
                 stack.enter_context(recomputation(recorder))

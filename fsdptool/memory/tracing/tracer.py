@@ -77,7 +77,7 @@ def trace(
     batch = {**parts["batch"], "micro_batch": None}
     tp, ep = parts["tensor"]
     alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
-    with under_masks() if run.loop.masked else nullcontext():
+    with under_masks() if run.loop.masked or not run.flash else nullcontext():
         traced = make_trace(spec, run, assumed, trained, teacher, worst_routing=worst_routing, alike=alike)
     if store is not None and traced.known:
         store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
@@ -131,6 +131,8 @@ def traced_configuration(run: ResolvedRun) -> dict[str, Any]:
         "context": [run.mesh.cp, settings.cp_comm_strategy] if run.mesh.cp > 1 else None,
     }
     wrapping = [sharding.wrap_policy, list(sharding.wrap_classes), sharding.min_num_params]
+    if not run.flash:
+        parts["flash"] = False
     if recipe.sharding.compile:
         # Every block unit is compiled by itself.
         parts["compiled"] = wrapping
