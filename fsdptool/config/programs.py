@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,35 @@ TRAINER_LOOP = replace(
     not_planned=("autocast", "fused_loss", "stored_dtype"),
 )
 """transformers' Trainer, and the programs that are built on it."""
+
+
+_AFTER_FORWARD = replace(
+    ACCELERATE_LOOP,
+    loss_in_forward=False,
+    source="diffusers 0.40 examples (the loss is computed from what the denoiser returns)",
+    not_planned=("autocast", "encoders"),
+)
+
+RUN_LOOPS: Mapping[str, ProgramLoop] = {
+    "ms-swift": TRAINER_LOOP,
+    "diffusers": _AFTER_FORWARD,
+    "ai-toolkit": _AFTER_FORWARD,
+    "verl": replace(
+        ACCELERATE_LOOP,
+        loss_in_forward=False,
+        source="verl 0.6 workers/fsdp_workers.py, utils/fsdp_utils.py (apply_fsdp2)",
+        not_planned=("fused_loss",),
+    ),
+    "automodel": ProgramLoop(
+        layout="native",
+        gradients="sharded",
+        loss="whole",
+        loss_in_forward=False,
+        source="nemo_automodel 0.2 components/distributed/fsdp2.py",
+        not_planned=("fused_loss",),
+    ),
+}
+"""Loops of programs whose files say more than how a model is sharded, and that no dialect of that reads."""
 
 
 PROGRAMS = {

@@ -39,7 +39,7 @@ class Followed:
     options: Options
 
 
-def follow(options: Options, reading: Reading | None) -> Followed:
+def follow(options: Options, reading: Reading | None, program: str | None = None) -> Followed:
     """Return whose loop the options mean, with the options that follow from it.
 
     A recipe is trained by ``fsdptool train``. A file is for the program that reads it; accelerate's own
@@ -48,12 +48,14 @@ def follow(options: Options, reading: Reading | None) -> Followed:
     Args:
         options: As given.
         reading: Of the configuration file, if there is one.
+        program: The program whose training file is planned.
     """
     from fsdptool.config.dialects import known_programs
+    from fsdptool.config.programs import RUN_LOOPS
 
-    program = _program(options, reading)
+    program = program or _program(options, reading)
     known = known_programs().get(program)
-    does = known.loop if known is not None else None
+    does = known.loop if known is not None else RUN_LOOPS.get(program)
     if does is None:
         return Followed(program, None, options)
     implied: dict[str, Any] = {"layout": does.layout, "gradients": does.gradients}

@@ -32,8 +32,11 @@ class Options(TypedDict, total=False):
 
     # fmt: off
     reference: Annotated[str | None, Option(
-        "Model: family:flavour, Hugging Face id, folder, config.json or package.module:Class.",
+        "Model: family:flavour, Hugging Face id, folder, config.json or package.module:Class; or a training"
+        " file of another program, which is planned as it describes its run.",
         sets="recipe.model.reference")]
+    model: Annotated[str | None, Option(
+        "Model of the run that a training file describes, where its own is not known here.", "Model")]
     gpu: Annotated[str | None, Option("GPU, for example H100-80GB-SXM.", "Hardware")]
     gpus: Annotated[int | None, Option(
         "GPUs (or CPU processes) per node.", "Hardware", flags=("--gpus", "--processes"))]

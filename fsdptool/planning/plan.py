@@ -20,6 +20,7 @@ from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.file_run import bound_of
 from fsdptool.planning.followed_loop import suited
 from fsdptool.planning.hardware import expands
 from fsdptool.planning.lengths import plan_lengths
@@ -41,7 +42,7 @@ from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
-from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint
+from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint, Verdict
 from fsdptool.records.plan_details import LargestBatch, PlanDetails, PlannedModel
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.resolved_run import ResolvedRun
@@ -137,7 +138,14 @@ def make_plan(
             requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
         result = run_search(estimator, inputs, requested, progress=progress)
         plan = _conclude(estimator, inputs, requested, result, noticed, tried, progress)
-    return replace(plan, unread=request.unread)
+    return replace(plan, unread=request.unread, verdict=_certain(plan.verdict, inputs))
+
+
+def _certain(verdict: Verdict, inputs: PlanInputs) -> Verdict:
+    """Return the verdict, or unknown where what is not planned of a described run could turn it."""
+    bound = bound_of(inputs.limits)
+    certain = {"exact": True, "upper": verdict == "fits", "lower": verdict == "does_not_fit", "open": False}
+    return verdict if certain[bound] else "unknown"
 
 
 def _requested_runs(inputs: PlanInputs) -> list[ResolvedRun]:

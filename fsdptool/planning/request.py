@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
+from fsdptool.planning.file_run import file_run, read_file_run, suited_to
 from fsdptool.planning.followed_loop import follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
 from fsdptool.records.cluster import EXPANDABLE, Cluster, DeviceProfile, device_profile
+from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import (
     Assumption,
     Pipeline,
     PlanInputs,
+    PlanLimit,
     Preference,
     SearchScope,
     UnreadKeys,
@@ -61,9 +64,10 @@ def read_request(options: Options) -> Request:
     """
     options = read_options(options)
     _check_cluster(options)
+    described, options, limits = _from_file(options)
     reading = _reading(options)
     unread = unread_keys(reading, options)
-    followed = follow(options, reading)
+    followed = follow(options, reading, described.program if described is not None else None)
     options = followed.options
     recipe = build_recipe(options)
     lengths = _lengths(options)
@@ -110,8 +114,58 @@ def read_request(options: Options) -> Request:
         loop=replace(training_loop(followed, settings.mixed_precision != "no"), assumed=assumed),
         lengths=lengths,
         pipeline=pipeline,
+        run=described,
+        limits=limits,
     )
     return Request(inputs, diagnostics, unread)
+
+
+def _from_file(options: Options) -> tuple[DescribedRun | None, Options, tuple[PlanLimit, ...]]:
+    """Return the run of a training file that is given for the model, and the options that it leads to.
+
+    Given options override the file. A recipe of fsdptool's own is taken as ``--recipe`` takes it.
+    """
+    reference = options.get("reference")
+    run = read_file_run(reference) if reference is not None else None
+    if run is None:
+        if "model" in options:
+            raise PlanError(
+                "--model names the model of a training file, and none is given",
+                help="name the model alone (fsdptool plan MODEL ...), or a training file before --model",
+            )
+        return None, options, ()
+    assert reference is not None
+    for name in ("recipe", "config"):
+        if name in options:
+            raise PlanError(
+                f"{reference} describes a whole run: --{name} would describe another",
+                help=f"leave --{name} out, or give the model instead of the file",
+            )
+    made = file_run(run, options.get("model"), reference)
+    settings = made.settings
+    ranks = _ranks(options, run, reference)
+    if ranks is not None:
+        settings = suited_to(settings, run, ranks)
+    own = {name: value for name, value in options.items() if name not in ("reference", "model")}
+    merged = {**made.options, **own, "recipe": made.recipe, "config": settings}
+    return run, cast("Options", merged), made.limits
+
+
+def _ranks(options: Options, run: DescribedRun, where: str) -> int | None:
+    """Return the ranks of a described run; None where cluster files say it.
+
+    Raises:
+        PlanError: Neither the file nor an option says how many ranks share the model.
+    """
+    if options.get("clusters"):
+        return None
+    if "gpus" in options or "nodes" in options:
+        return (options.get("gpus") or 1) * (options.get("nodes") or 1)
+    if run.processes is None and run.fsdp in (1, 2):
+        raise PlanError(
+            f"{where} leaves the number of processes to its launch", help="give the GPUs of a node: --gpus 8"
+        )
+    return run.processes or 1
 
 
 def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[Assumption, ...]:

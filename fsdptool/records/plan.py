@@ -13,6 +13,7 @@ from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import POLICY_PATTERN
 from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.compilation import Compilation
+from fsdptool.records.described_run import DescribedRun, Side
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.fused_loss import FusedLoss
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
@@ -334,6 +335,23 @@ class Pipeline:
     virtual: Positive = 1
 
 
+Bound = Literal["exact", "upper", "lower", "open"]
+"""On which side of a run's memory a plan is that leaves some of it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimit:
+    """A part of a described run that changes memory and is not planned.
+
+    Attributes:
+        what: A setting of the file, or a part of the run.
+        side: Whether the run needs less or more than is planned; None if that depends.
+    """
+
+    what: str
+    side: Side | None
+
+
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """The canonical inputs of a plan: plain data that means the same on any machine.
@@ -353,6 +371,9 @@ class PlanInputs:
         loop: What is assumed about the training loop; fsdptool's own by default.
         lengths: Lengths of the data set's samples; None plans micro-batches of one length.
         pipeline: Stages that are planned, each with the settings' mesh.
+        run: What the file of another program describes, from which recipe and settings were made; None where
+            no such file was planned.
+        limits: What of that run changes memory and is not planned.
     """
 
     recipe: Recipe
@@ -371,6 +392,8 @@ class PlanInputs:
     loop: TrainingLoop = TrainingLoop()
     lengths: SampleLengths | None = None
     pipeline: Pipeline = Pipeline()
+    run: DescribedRun | None = None
+    limits: tuple[PlanLimit, ...] = ()
 
 
 Size = Literal["sequence_length", "height", "width", "frames"]

@@ -291,6 +291,47 @@ def loop(plan: Plan) -> list[str]:
     return lines
 
 
+def described(plan: Plan) -> list[str]:
+    """Return the run that another program's file describes, and what of it is not planned, in lines."""
+    run = plan.inputs.run
+    if run is None:
+        return []
+    version = f" {run.program_version}" if run.program_version else ""
+    recipe = plan.inputs.recipe
+    method = run.method or "full"
+    parts = [
+        f"{method}, rank {run.lora_rank}" if run.lora_rank and method != "full" else method,
+        run.objective or "",
+        f"{run.optimizer}" if run.optimizer else "",
+        f"gradient checkpointing {run.gradient_checkpointing}" if run.gradient_checkpointing else "",
+        f"accumulation {recipe.batch.accumulation}",
+    ]
+    lines = [f"run described for {run.program}{version}: {', '.join(part for part in parts if part)}"]
+    if run.fsdp == "none":
+        lines.append("it does not use FSDP: every rank holds a copy, planned as one shard")
+    elif run.fsdp == 1:
+        lines.append("it uses FSDP1, which is planned as FSDP2 with the same units")
+    lines += [f"{run.program} refuses it, or it cannot be read whole: {problem}" for problem in run.problems]
+    keys = run.keys
+    counted = f"used {len(keys.used)} keys; {len(keys.no_effect)} have no effect on memory or speed"
+    if keys.not_modelled:
+        named = ", ".join(f"{item.key} (changes {item.changes})" for item in keys.not_modelled)
+        counted += f"; cannot model {len(keys.not_modelled)}: {named}"
+    lines.append(counted)
+    if run.defaults:
+        lines.append(f"{len(run.defaults)} values are {run.program}'s defaults (explain lists them)")
+    for limit in plan.inputs.limits:
+        lines.append(f"not planned: {limit.what} ({_SIDES[limit.side]})")
+    return lines
+
+
+_SIDES: Mapping[str | None, str] = {
+    "less": "the run needs less than is planned",
+    "more": "the run needs more than is planned",
+    None: "the run may need more or less than is planned",
+}
+
+
 def unread(plan: Plan) -> list[str]:
     """Return the keys of the configuration file that change memory and were not read, in a line."""
     keys = plan.unread

@@ -42,7 +42,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     candidate = words.shown(plan)
     print_line(words.headline(plan), style=_STYLES[plan.verdict])
     print_line(words.need(candidate))
-    for line in (*words.unread(plan), *words.loop(plan)):
+    for line in (*words.described(plan), *words.unread(plan), *words.loop(plan)):
         print_line(line)
     for line in words.shortfall(plan):
         print_line(line)

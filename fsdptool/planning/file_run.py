@@ -1,0 +1,279 @@
+"""The recipe and the settings of a run that another program's file describes.
+
+What neither can express is listed with the side on which it puts the plan: a run that needs more than what is
+planned has a lower bound, one that needs less an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from fsdptool.errors import PlanError
+from fsdptool.planning.options import Options
+from fsdptool.records.checkpointing import Checkpointing
+from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.plan import Bound, PlanLimit
+from fsdptool.records.recipe import (
+    Batch,
+    Data,
+    Lora,
+    Method,
+    ModelChoice,
+    Objective,
+    Optimizer,
+    Recipe,
+    Sharding,
+)
+from fsdptool.records.sharding import FsdpSettings, Precision
+
+_FILES = frozenset({".yaml", ".yml", ".json", ".toml", ".sh", ".txt", ".args"})
+_MODEL_FILES = frozenset({"config.json", "model_index.json", "adapter_config.json"})
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint": "bfloat16"}
+"""dtypes of a described run; checkpoints of 16 bits are the rule, and readers name those of 32."""
+_PRECISIONS: Mapping[str | None, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+_BASES = {"qlora": "nf4", "lora8bit": "int8"}
+_OBJECTIVES = {
+    "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
+    "classification": "classification", "reward": "classification",
+}  # fmt: skip
+_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
+    **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "fusedadam"), ("adamw", "fused")),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "bnb-adamw8bit"),
+        ("adamw8bit", "auto"),
+    ),
+    "adafactor": ("adafactor", "auto"),
+    "sgd": ("sgd", "auto"),
+    "muon": ("muon", "auto"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """A described run as inputs of a plan.
+
+    Attributes:
+        recipe, settings: What is planned.
+        options: Further options of a plan that the file decides.
+        limits: What changes memory and is not planned.
+    """
+
+    recipe: Recipe
+    settings: FsdpSettings
+    options: Options
+    limits: tuple[PlanLimit, ...]
+
+
+def read_file_run(reference: str) -> DescribedRun | None:
+    """Return the run that a reference names as a file of some program; None where it is a model.
+
+    Raises:
+        ConfigError: The file cannot be read or parsed, or two programs claim it.
+    """
+    from fsdptool.config.described import describe_path
+
+    path = Path(reference).expanduser()
+    if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not path.is_file():
+        return None
+    return describe_path(path)
+
+
+def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
+    """Return a described run as inputs of a plan.
+
+    Args:
+        run: As its file describes it.
+        model: What to take for its model; None takes the size of the catalogue that its name stands for.
+        where: The file, for messages.
+
+    Raises:
+        PlanError: The model is not known.
+    """
+    limits: list[PlanLimit] = [
+        PlanLimit(key.key, key.side) for key in run.keys.not_modelled if key.changes == "memory"
+    ]
+    recipe = Recipe(
+        ModelChoice(_model(run, model, where)),
+        method=_method(run, limits),
+        objective=Objective(_objective(run, limits)),
+        data=_data(run),
+        batch=_batch(run),
+        optimizer=_optimizer(run, limits),
+        sharding=_sharding(run),
+        steps=run.steps,
+    )
+    recipe = replace(recipe, model=replace(recipe.model, **_model_settings(run)))
+    options: dict[str, Any] = {}
+    if run.fused_loss is not None and recipe.objective.name in (None, "dpo"):
+        options["loss"] = "whole" if run.fused_loss == "none" else "chunked"
+    if (run.mesh.pp or 1) > 1:
+        options["pp"] = run.mesh.pp
+    if run.activation_offloading:
+        limits.append(PlanLimit("activations that are kept in host memory", "less"))
+    if run.fsdp == "none" and (run.processes or 1) > 1:
+        limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
+    return FileRun(recipe, _settings(run), cast("Options", options), tuple(limits))
+
+
+def bound_of(limits: Iterable[PlanLimit]) -> Bound:
+    """Return on which side of a run's memory a plan is that leaves so much of it out."""
+    sides = {limit.side for limit in limits}
+    if not sides:
+        return "exact"
+    return "upper" if sides == {"less"} else "lower" if sides == {"more"} else "open"
+
+
+def _model(run: DescribedRun, model: str | None, where: str) -> str:
+    known = model or run.family
+    if known is None and run.model is not None and Path(run.model).expanduser().exists():
+        known = run.model
+    if known is not None:
+        return known
+    if run.model is None:
+        raise PlanError(f"{where} names no model", help="name it: --model REFERENCE")
+    raise PlanError(
+        f"{where} trains {run.model}, whose sizes are not known here",
+        help="give its configuration: --model path/to/config.json, or a size of fsdptool families",
+    )
+
+
+def _model_settings(run: DescribedRun) -> dict[str, Any]:
+    """Return the dtype of the stored model and its attention implementation."""
+    frozen = run.method not in (None, "full")
+    stored = run.base_dtype if frozen else run.stored_dtype
+    found: dict[str, Any] = {"dtype": _DTYPES.get(stored or "", "auto")}
+    if (run.attention or "").lower() == "eager":
+        found["attention"] = "eager"
+    return found
+
+
+def _data(run: DescribedRun) -> Data:
+    """Return how samples share a shape.
+
+    Flash kernels of variable length need no mask, neither one that keeps packed documents apart nor one that
+    hides padding. What they allocate is what SDPA's flash kernel allocates.
+    """
+    if "flash" in (run.attention or "").lower():
+        return Data(document_mask=False)
+    return Data(packing=run.packing is not False)
+
+
+def _method(run: DescribedRun, limits: list[PlanLimit]) -> Method:
+    if run.method in (None, "full"):
+        return Method()
+    if run.method not in ("lora", *_BASES):
+        limits.append(PlanLimit(f"method {run.method}: full fine-tuning is planned", "less"))
+        return Method()
+    targets = run.lora_targets
+    base = _BASES.get(str(run.method), "unchanged")
+    if base == "unchanged" and run.quantisation not in (None, "none"):
+        limits.append(PlanLimit(f"the base in {run.quantisation}", "less"))
+    return Method(
+        "lora",
+        Lora(
+            rank=run.lora_rank or 16,
+            targets=targets if isinstance(targets, str | None) else tuple(targets),
+            modules_to_save=run.lora_modules_to_save,
+            base=cast("Any", base),
+        ),
+    )
+
+
+def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
+    name = run.objective
+    if name in ("grpo", "ppo"):
+        limits.append(PlanLimit(f"{name}: the engine that samples, and its reference model", "more"))
+    elif name == "kto":
+        limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
+    elif name is not None and name not in _OBJECTIVES:
+        limits.append(PlanLimit(f"objective {name}: the model's usual loss is planned", None))
+    if name == "dpo" and run.method in (None, "full"):
+        limits.append(PlanLimit("the reference model of DPO", "more"))
+    return _OBJECTIVES.get(name or "")
+
+
+def _batch(run: DescribedRun) -> Batch:
+    batch = Batch(
+        micro_batch=run.micro_batch or 1,
+        sequence_length=run.sequence_length,
+        height=run.height,
+        width=run.width,
+        frames=run.frames,
+    )
+    if run.accumulation is not None:
+        return replace(batch, accumulation=run.accumulation)
+    return replace(batch, global_batch=run.global_batch)
+
+
+def _optimizer(run: DescribedRun, limits: list[PlanLimit]) -> Optimizer:
+    name = (run.optimizer or "adamw").rpartition(".")[2].lower()
+    paged = name.startswith("paged_")
+    known = _OPTIMIZERS.get(name.removeprefix("paged_").removesuffix("_32bit"))
+    if paged:
+        limits.append(PlanLimit(f"{run.optimizer}: states that can move to host memory", "less"))
+    if known is None and "adam" in name:
+        known = ("adamw8bit" if run.optimizer_state_bits == 8 else "adamw", "auto")
+    if known is None:
+        limits.append(PlanLimit(f"optimizer {run.optimizer}: AdamW is planned", "less"))
+        known = ("adamw8bit" if run.optimizer_state_bits == 8 else "adamw", "auto")
+    return Optimizer(name=cast("Any", known[0]), implementation=cast("Any", known[1]))
+
+
+def _sharding(run: DescribedRun) -> Sharding:
+    mode = run.gradient_checkpointing
+    number = run.reshard if type(run.reshard) is int and run.reshard > 0 else None
+    return Sharding(
+        reduce_dtype=cast("Any", _DTYPES.get(run.reduce_dtype or "", "float32")),
+        reshard_after_forward=number,
+        checkpointing=Checkpointing("selective") if mode == "selective" else None,
+        compile=run.compile or None,
+        expert_parallel=run.mesh.ep or 1,
+    )
+
+
+def suited_to(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettings:
+    """Return the settings on a number of ranks that the command line gives instead of the file.
+
+    Without FSDP every rank that shares no work holds a copy. With it the ranks that are left share one.
+    """
+    mesh = settings.mesh
+    others = mesh.cp * mesh.tp
+    if run.fsdp == "none":
+        mesh = replace(mesh, dp_replicate=max(ranks // others, 1), dp_shard=1)
+    elif ranks != mesh.other_sizes * mesh.size("dp_shard"):
+        fits = ranks % (others * mesh.dp_replicate) == 0
+        mesh = replace(mesh, dp_shard=None, dp_replicate=mesh.dp_replicate if fits else 1)
+    return replace(settings, mesh=mesh, num_processes=ranks)
+
+
+def _settings(run: DescribedRun) -> FsdpSettings:
+    mesh = run.mesh
+    frozen = run.method not in (None, "full")
+    pure = run.stored_dtype == run.compute_dtype and not frozen
+    return FsdpSettings(
+        wrap_classes=tuple(run.wrap_classes or ()),
+        reshard_after_forward=bool(run.reshard) if run.reshard is not None else True,
+        cpu_offload=bool(run.cpu_offload),
+        activation_checkpointing=run.gradient_checkpointing not in (None, "none"),
+        activation_checkpointing_offload=run.gradient_checkpointing == "offload",
+        mixed_precision="no" if pure else _PRECISIONS.get(run.compute_dtype, "no"),
+        mesh=ParallelDims(
+            dp_replicate=next(_positive(mesh.dp_replicate), 1),
+            dp_shard=next(_positive(mesh.dp_shard), None),
+            cp=next(_positive(mesh.cp), 1),
+            tp=next(_positive(mesh.tp), 1),
+        ),
+        num_processes=run.processes,
+    )
+
+
+def _positive(size: int | None) -> Iterator[int]:
+    if size is not None and size > 0:
+        yield size
