@@ -15,7 +15,7 @@ from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings,
 from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Conditions, Reading, Verdict
 from fsdptool.config.rules import RULES
-from fsdptool.config.rules.model import Hardware
+from fsdptool.config.rules.model import Hardware, Need
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.text import is_file, is_folder
 from fsdptool.options import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fsdptool.files.text import SourceText
     from fsdptool.records.anatomy import Anatomy
     from fsdptool.records.cluster import Gpu
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 
@@ -257,10 +258,50 @@ def conditions(options: LintOptions) -> Conditions:
 
 
 def with_model(hardware: Hardware, anatomy: Anatomy | None) -> Hardware:
-    """Return hardware on which the smallest run of a model can be predicted."""
-    if anatomy is None or hardware.gpu is None:
+    """Return hardware on which the runs of files can be predicted, of a given model or of their own."""
+    if hardware.gpu is None:
         return replace(hardware, anatomy=anatomy)
-    return replace(hardware, anatomy=anatomy, fit=partial(_smallest_run, anatomy, hardware.gpu))
+    return replace(hardware, anatomy=anatomy, fit=partial(_need, anatomy, hardware.gpu))
+
+
+def _need(
+    anatomy: Anatomy | None,
+    gpu: Gpu,
+    source: SourceText,
+    settings: FsdpSettings,
+    layout: Layout,
+    gpus: int,
+    machines: int,
+) -> Need | None:
+    """Return what the run of a file needs: the whole run that it describes, or a model's smallest one."""
+    from fsdptool.config.described import describe_run
+
+    run = describe_run(source)
+    model = anatomy.spec.reference.id if anatomy is not None else run.family if run is not None else None
+    if model is None:
+        return None
+    if run is not None and run.micro_batch is not None:
+        return _described_run(run, model, gpu, gpus, machines)
+    if anatomy is None:
+        return None
+    needed, usable = _smallest_run(anatomy, gpu, settings, layout, gpus, machines)
+    return Need(needed, usable, "micro-batch 1")
+
+
+def _described_run(run: DescribedRun, model: str, gpu: Gpu, gpus: int, machines: int) -> Need:
+    """Return what a described run needs on GPUs; needed is unknown where the plan is no lower bound of it."""
+    from fsdptool.planning import Options, make_plan, read_request
+    from fsdptool.planning.file_run import bound_of
+
+    options = Options(gpu=gpu.name, gpus=gpus // machines, nodes=machines, model=model, search=False)
+    plan = make_plan(read_request(options, run))
+    candidate = plan.candidates[0]
+    batch = plan.inputs.recipe.batch
+    certain = bound_of(plan.inputs.limits) in ("exact", "lower")
+    words = f"micro-batch {batch.micro_batch}"
+    if batch.sequence_length is not None:
+        words += f" of {batch.sequence_length:,} tokens"
+    return Need(candidate.device_total_bytes if certain else None, candidate.usable_bytes, words)
 
 
 def _smallest_run(

@@ -20,6 +20,7 @@ from fsdptool.records.plan import Bound, PlanLimit
 from fsdptool.records.recipe import (
     Batch,
     Data,
+    Distillation,
     Lora,
     Method,
     ModelChoice,
@@ -99,9 +100,10 @@ def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
     limits: list[PlanLimit] = [
         PlanLimit(key.key, key.side) for key in run.keys.not_modelled if key.changes == "memory"
     ]
+    choice = replace(ModelChoice(_model(run, model, where)), **_model_settings(run))
     recipe = Recipe(
-        ModelChoice(_model(run, model, where)),
-        method=_method(run, limits),
+        choice,
+        method=_method(run, choice, limits),
         objective=Objective(_objective(run, limits)),
         data=_data(run),
         batch=_batch(run),
@@ -109,7 +111,6 @@ def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
         sharding=_sharding(run),
         steps=run.steps,
     )
-    recipe = replace(recipe, model=replace(recipe.model, **_model_settings(run)))
     options: dict[str, Any] = {}
     if run.fused_loss is not None and recipe.objective.name in (None, "dpo"):
         options["loss"] = "whole" if run.fused_loss == "none" else "chunked"
@@ -165,8 +166,10 @@ def _data(run: DescribedRun) -> Data:
     return Data(packing=run.packing is not False)
 
 
-def _method(run: DescribedRun, limits: list[PlanLimit]) -> Method:
+def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> Method:
     if run.method in (None, "full"):
+        if run.objective == "dpo":  # its reference is a frozen copy of the model
+            return Method("distillation", distillation=Distillation(choice, alpha=1.0))
         return Method()
     if run.method not in ("lora", *_BASES):
         limits.append(PlanLimit(f"method {run.method}: full fine-tuning is planned", "less"))
@@ -194,8 +197,9 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
         limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
     elif name is not None and name not in _OBJECTIVES:
         limits.append(PlanLimit(f"objective {name}: the model's usual loss is planned", None))
-    if name == "dpo" and run.method in (None, "full"):
-        limits.append(PlanLimit("the reference model of DPO", "more"))
+    if name == "dpo" and run.method not in (None, "full"):
+        limits.append(PlanLimit("dpo: the forward pass of the reference, which is the base model", "more"))
+        return "orpo"  # the same pairs without a reference
     return _OBJECTIVES.get(name or "")
 
 

@@ -55,8 +55,13 @@ class Request:
     unread: UnreadKeys | None = None
 
 
-def read_request(options: Options) -> Request:
+def read_request(options: Options, described: DescribedRun | None = None) -> Request:
     """Return the canonical inputs of ``options``; nothing is built yet.
+
+    Args:
+        options: As given.
+        described: The run to plan, where it was read already; None looks whether the reference is a file that
+            describes one.
 
     Raises:
         PlanError: The options contradict each other or name what is not there.
@@ -64,7 +69,7 @@ def read_request(options: Options) -> Request:
     """
     options = read_options(options)
     _check_cluster(options)
-    described, options, limits = _from_file(options)
+    described, options, limits = _from_file(options, described)
     reading = _reading(options)
     unread = unread_keys(reading, options)
     followed = follow(options, reading, described.program if described is not None else None)
@@ -120,13 +125,16 @@ def read_request(options: Options) -> Request:
     return Request(inputs, diagnostics, unread)
 
 
-def _from_file(options: Options) -> tuple[DescribedRun | None, Options, tuple[PlanLimit, ...]]:
+def _from_file(
+    options: Options, run: DescribedRun | None
+) -> tuple[DescribedRun | None, Options, tuple[PlanLimit, ...]]:
     """Return the run of a training file that is given for the model, and the options that it leads to.
 
     Given options override the file. A recipe of fsdptool's own is taken as ``--recipe`` takes it.
     """
     reference = options.get("reference")
-    run = read_file_run(reference) if reference is not None else None
+    if run is None and reference is not None:
+        run = read_file_run(reference)
     if run is None:
         if "model" in options:
             raise PlanError(
@@ -134,7 +142,7 @@ def _from_file(options: Options) -> tuple[DescribedRun | None, Options, tuple[Pl
                 help="name the model alone (fsdptool plan MODEL ...), or a training file before --model",
             )
         return None, options, ()
-    assert reference is not None
+    reference = reference or "the file"
     for name in ("recipe", "config"):
         if name in options:
             raise PlanError(

@@ -13,6 +13,7 @@ from fsdptool.config.dialects.protocol import LintContext
 from fsdptool.config.programs import is_before
 from fsdptool.config.rules.examples import FSDP2, added, classes, sizes
 from fsdptool.errors import FsdptoolError
+from fsdptool.files.text import SourceText
 from fsdptool.formatting import amount
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.cluster import Gpu
@@ -394,11 +395,27 @@ _STATES = 16
 """Bytes per trainable parameter with AdamW and fp32 masters: parameter, gradient, two moments."""
 
 
-Fit = Callable[[FsdpSettings, Layout, int, int], tuple[int | None, int | None]]
-"""Needed and usable bytes per GPU of the smallest run (micro-batch 1).
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a run needs on a GPU.
 
-Takes the settings, the layout, the number of GPUs and of machines; raises FsdptoolError where the run cannot
-be predicted. Predicting belongs to a later room, so the caller hands it in.
+    Attributes:
+        needed: Bytes per GPU, at least; None where that is unknown.
+        usable: Bytes that can be used.
+        batch: The batch that was predicted, in words.
+    """
+
+    needed: int | None
+    usable: int | None
+    batch: str
+
+
+Fit = Callable[[SourceText, FsdpSettings, Layout, int, int], Need | None]
+"""What the run of a file needs: the one that the file describes, else the smallest one of a given model.
+
+Takes the file, its settings, the layout, the number of GPUs and of machines. Returns None where neither is
+known, and raises FsdptoolError where the run cannot be predicted. Predicting belongs to a later room, so the
+caller hands it in.
 """
 
 
@@ -411,7 +428,7 @@ class Hardware:
         gpus: Number of GPUs over all machines, or None.
         host_memory: Bytes of host memory per machine, or None.
         anatomy: The model, or None.
-        fit: Predicts the smallest run of the model on the GPU, or None.
+        fit: Predicts the run of a file on the GPU, or None.
     """
 
     gpu: Gpu | None = None
@@ -472,25 +489,28 @@ def _offload(lint: LintContext, hardware: Hardware) -> None:
 
 
 def _fit(lint: LintContext, hardware: Hardware, gpu: Gpu, fit: Fit) -> None:
-    """If the smallest run does not fit, nothing does."""
+    """Report a run that does not fit: the whole file's, or the smallest one, without which nothing fits."""
     processes = lint.get("num_processes")
     total = hardware.gpus or (processes if isinstance(processes, int) else None)
     if total is None:
-        lint.report("FSD506", "the number of GPUs is unknown: give --gpus")
+        if hardware.anatomy is not None:
+            lint.report("FSD506", "the number of GPUs is unknown: give --gpus")
         return
     settings = settings_from({key: fact.value for key, fact in lint.facts.items()})
     layout: Layout = "native" if lint.consumer.name == "fsdptool" else "accelerate"
     try:
-        needed, usable = fit(settings, layout, total, lint.get("num_machines") or 1)
+        need = fit(lint.source, settings, layout, total, lint.get("num_machines") or 1)
     except FsdptoolError as error:
         lint.report("FSD506", f"could not check whether the run fits: {error.message}")
         return
-    if needed is None or usable is None:
+    if need is None:
+        return
+    if need.needed is None or need.usable is None:
         lint.report("FSD506", "could not check whether the run fits")
-    elif needed > usable:
+    elif need.needed > need.usable:
         lint.report(
             "FSD503",
-            f"the run needs {amount(needed)} of the {amount(usable)} that are usable on {gpu.name}, at"
-            " micro-batch 1",
+            f"the run needs {amount(need.needed)} of the {amount(need.usable)} that are usable on {gpu.name},"
+            f" at {need.batch}",
             lint.root.get("fsdp_config"),
         )
