@@ -6,7 +6,8 @@ planned has a lower bound, one that needs less an upper bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,9 @@ from fsdptool.records.recipe import (
 )
 from fsdptool.records.sharding import FsdpSettings, Precision
 
-_FILES = frozenset({".yaml", ".yml", ".json", ".toml", ".sh", ".txt", ".args"})
+_FILES = frozenset({
+    ".yaml", ".yml", ".json", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".txt", ".args", ".cfg",
+})  # fmt: skip
 _MODEL_FILES = frozenset({"config.json", "model_index.json", "adapter_config.json"})
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint": "bfloat16"}
@@ -43,6 +46,10 @@ _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
     "classification": "classification", "reward": "classification",
 }  # fmt: skip
+_OVER_TOKENS = ("sft", "pretrain", "dpo", "orpo", "simpo", "kto", "grpo", "ppo")
+"""Objectives whose loss is computed from logits of every token."""
+_OWN_MODELS = ("torchtitan", "torchtune", "automodel", "verl")
+"""Programs that take the layers of a model without being told, by classes that are partly their own."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
     **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "fusedadam"), ("adamw", "fused")),
@@ -111,16 +118,31 @@ def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
         sharding=_sharding(run),
         steps=run.steps,
     )
+    if recipe.objective.name is not None and not _offered(recipe):
+        limits.append(PlanLimit(f"{run.objective}, which is not known of this model's family", "more"))
+        recipe = replace(recipe, objective=Objective(), method=_without_reference(recipe.method))
     options: dict[str, Any] = {}
-    if run.fused_loss is not None and recipe.objective.name in (None, "dpo"):
+    if run.fused_loss is not None and run.objective in _OVER_TOKENS:
         options["loss"] = "whole" if run.fused_loss == "none" else "chunked"
     if (run.mesh.pp or 1) > 1:
         options["pp"] = run.mesh.pp
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
-    if run.fsdp == "none" and (run.processes or 1) > 1:
+    if run.fsdp == "none" and (run.processes or 1) > 1 and run.method in (None, "full"):
         limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
     return FileRun(recipe, _settings(run), cast("Options", options), tuple(limits))
+
+
+def _offered(recipe: Recipe) -> bool:
+    """Say whether the family of a recipe's model trains under its objective."""
+    from fsdptool.families.registry import family_of
+    from fsdptool.source import resolve_choice
+
+    return recipe.objective.name in family_of(resolve_choice(recipe.model)).objectives()
+
+
+def _without_reference(method: Method) -> Method:
+    return Method() if method.distillation is not None else method
 
 
 def bound_of(limits: Iterable[PlanLimit]) -> Bound:
@@ -182,11 +204,19 @@ def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> 
         "lora",
         Lora(
             rank=run.lora_rank or 16,
-            targets=targets if isinstance(targets, str | None) else tuple(targets),
+            targets=targets if isinstance(targets, str | None) else _targets(targets),
             modules_to_save=run.lora_modules_to_save,
             base=cast("Any", base),
         ),
     )
+
+
+def _targets(names: Sequence[str]) -> tuple[str, ...] | str:
+    """Return the targets of adapters; wildcards become a regular expression over whole paths."""
+    if not any("*" in name for name in names):
+        return tuple(names)
+    patterns = (re.escape(name).replace(r"\*", ".*") for name in names)
+    return rf"(?:.*\.)?(?:{'|'.join(patterns)})"
 
 
 def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
@@ -261,9 +291,11 @@ def _settings(run: DescribedRun) -> FsdpSettings:
     mesh = run.mesh
     frozen = run.method not in (None, "full")
     pure = run.stored_dtype == run.compute_dtype and not frozen
+    # Without FSDP autocast keeps its copies of the weights for backward, as FSDP does without resharding.
+    cached = run.fsdp == "none" and not frozen and not pure
     return FsdpSettings(
-        wrap_classes=tuple(run.wrap_classes or ()),
-        reshard_after_forward=bool(run.reshard) if run.reshard is not None else True,
+        wrap_classes=() if run.program in _OWN_MODELS else tuple(run.wrap_classes or ()),
+        reshard_after_forward=bool(run.reshard) if run.reshard is not None else not cached,
         cpu_offload=bool(run.cpu_offload),
         activation_checkpointing=run.gradient_checkpointing not in (None, "none"),
         activation_checkpointing_offload=run.gradient_checkpointing == "offload",

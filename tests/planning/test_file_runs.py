@@ -1,0 +1,221 @@
+"""Whole training files of other programs: planned as the run that they describe, and no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdptool
+from fsdptool.errors import ConfigError, PlanError
+from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning.file_run import bound_of
+from fsdptool.records.plan import Plan, PlanLimit
+from fsdptool.records.recipe import Lora
+from fsdptool.report import plan_words as words
+
+AXOLOTL = """
+base_model: org/model
+adapter: lora
+lora_r: 4
+lora_target_linear: true
+sequence_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: adamw_torch_fused
+bf16: true
+gradient_checkpointing: true
+flash_attention: true
+datasets: [{path: org/data, type: alpaca}]
+fsdp_version: 2
+fsdp_config:
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  reshard_after_forward: true
+"""
+LLAMA_FACTORY = """
+model_name_or_path: org/model
+stage: sft
+do_train: true
+finetuning_type: full
+dataset: alpaca
+template: llama3
+cutoff_len: 64
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+output_dir: out
+bf16: true
+flash_attn: fa2
+"""
+TORCHTUNE = """
+model:
+  _component_: torchtune.models.llama3_1.llama3_1_8b
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  path: t
+  max_seq_len: 64
+dataset:
+  _component_: torchtune.datasets.alpaca_dataset
+  packed: true
+optimizer:
+  _component_: torch.optim.AdamW
+  fused: true
+loss:
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
+batch_size: 3
+gradient_accumulation_steps: 1
+epochs: 1
+device: cuda
+dtype: bf16
+enable_activation_checkpointing: true
+fsdp_cpu_offload: false
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    further = {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    path.write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, **further})
+    )
+    return str(path)
+
+
+def planned(path: Path, text: str, model: str | None, **options: Any) -> Plan:
+    path.write_text(text)
+    chosen = {"gpu": "H100-80GB-SXM", "gpus": 2, "search": False, **options}
+    if model is not None:
+        chosen["model"] = model
+    return make_plan(read_request(Options(reference=str(path), **chosen)))
+
+
+def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "train.yaml", AXOLOTL, model)
+    recipe, point = plan.inputs.recipe, plan.candidates[0].settings
+    assert recipe.method.lora == Lora(rank=4, targets="all-linear")
+    assert (point.micro_batch, point.accumulation, point.checkpointing) == (2, 4, "full")
+    assert recipe.batch.sequence_length == 64
+    assert plan.inputs.loop.program == "axolotl"
+    assert plan.inputs.run is not None
+    assert plan.inputs.run.method == "lora"
+    by_hand = make_plan(
+        read_request(
+            Options(
+                recipe=recipe,
+                config=plan.inputs.settings,
+                gpu="H100-80GB-SXM",
+                gpus=2,
+                search=False,
+                layout="accelerate",
+                gradients="unsharded",
+                loss="whole",
+                loss_in_forward=True,
+            )
+        )
+    )
+    assert plan.candidates[0].allocated_peak_bytes == by_hand.candidates[0].allocated_peak_bytes
+    assert words.described(plan)[0].startswith("run described for axolotl")
+
+
+def test_options_override_the_file(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    plan = planned(path, AXOLOTL, model)
+    longer = planned(path, AXOLOTL, model, sequence_length=128, micro_batch=1, checkpointing="none")
+    assert longer.candidates[0].settings.micro_batch == 1
+    assert longer.candidates[0].settings.checkpointing == "none"
+    assert longer.inputs.recipe.batch.sequence_length == 128
+    assert longer.inputs.recipe.method == plan.inputs.recipe.method
+
+
+def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    two, four = (planned(path, LLAMA_FACTORY, model, gpus=count) for count in (2, 4))
+    for plan, copies in ((two, 2), (four, 4)):
+        assert plan.candidates[0].settings.dp_replicate == copies
+        assert plan.candidates[0].settings.dp_shard == 1
+    states = [plan.details.states for plan in (two, four)]
+    assert states[0] == states[1]
+    assert any("does not use FSDP" in line for line in words.described(two))
+
+
+def test_the_model_of_a_file_is_known_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    text = AXOLOTL.replace("org/model", "meta-llama/Llama-3.1-8B")
+    path.write_text(text)
+    request = read_request(Options(reference=str(path), gpu="H100-80GB-SXM", gpus=8, search=False))
+    assert request.inputs.recipe.model.reference == "llama3.1:8b"
+    with pytest.raises(PlanError, match="trains org/model, whose sizes are not known here"):
+        planned(path, AXOLOTL, None)
+
+
+def test_a_program_with_layers_of_its_own_is_planned(model: str, tmp_path: Path) -> None:
+    plan = planned(tmp_path / "full.yaml", TORCHTUNE, model)
+    recipe = plan.inputs.recipe
+    assert (recipe.batch.micro_batch, recipe.batch.sequence_length) == (3, 64)
+    assert recipe.model.dtype == "bfloat16"
+    assert plan.inputs.settings.mixed_precision == "no"
+    assert plan.candidates[0].settings.layout == "native"
+    assert plan.candidates[0].settings.checkpointing == "full"
+
+
+def test_what_is_not_planned_leaves_no_certain_verdict(model: str, tmp_path: Path) -> None:
+    """An upper bound that fits is certain, and so is a lower bound that does not fit."""
+    path = tmp_path / "train.yaml"
+    paged = planned(path, AXOLOTL.replace("adamw_torch_fused", "paged_adamw_8bit"), model)
+    assert bound_of(paged.inputs.limits) == "upper"
+    assert paged.verdict == "fits"
+    plan = planned(
+        path,
+        AXOLOTL.replace("adamw_torch_fused", "paged_adamw_8bit"),
+        model,
+        gpu="RTX-4090-24GB",
+        micro_batch=60_000,
+    )
+    assert plan.verdict == "unknown"
+    text = AXOLOTL + "rl: kto\n"
+    assert planned(path, text, model).verdict == "unknown"
+    large = planned(path, text, model, **small)
+    assert bound_of(large.inputs.limits) == "lower"
+    assert large.verdict == "does_not_fit"
+    assert any("kto" in line and "more than is planned" in line for line in words.described(large))
+
+
+@pytest.mark.parametrize(
+    ("sides", "bound"),
+    [
+        ((), "exact"),
+        (("less",), "upper"),
+        (("more", "more"), "lower"),
+        (("less", "more"), "open"),
+        ((None,), "open"),
+    ],
+)
+def test_bounds(sides: tuple[Any, ...], bound: str) -> None:
+    assert bound_of([PlanLimit("key", side) for side in sides]) == bound
+
+
+def test_a_second_description_of_the_run_is_refused(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    with pytest.raises(PlanError, match="describes a whole run: --config would describe another"):
+        planned(path, AXOLOTL, model, config=str(path))
+    with pytest.raises(PlanError, match="--model names the model of a training file"):
+        read_request(Options(reference=model, model=model, gpu="H100-80GB-SXM"))
+    path.write_text(AXOLOTL.replace("adapter: lora", "adapter: [lora"))
+    with pytest.raises(ConfigError, match=r"train\.yaml:\d+: not YAML"):
+        read_request(Options(reference=str(path), model=model, gpu="H100-80GB-SXM", gpus=2))
+    with pytest.raises(PlanError, match="leaves the number of processes to its launch"):
+        planned(path, AXOLOTL, model, gpus=None)
+
+
+def test_a_file_is_judged_by_its_own_run(model: str, tmp_path: Path) -> None:
+    """Not by the smallest full fine-tuning of its model, which is another run."""
+    path = tmp_path / "train.yaml"
+    for batch, unfit in ((2, False), (60_000, True)):
+        path.write_text(AXOLOTL.replace("micro_batch_size: 2", f"micro_batch_size: {batch}"))
+        reading = fsdptool.validate(path, model=model, gpu="RTX-4090-24GB", gpus=2).readings[0]
+        found = [item.message for item in reading.diagnostics if item.code == "FSD503"]
+        assert [message.endswith("at micro-batch 60000 of 64 tokens") for message in found] == [True] * unfit
