@@ -178,7 +178,7 @@ def test_what_is_not_planned_leaves_no_certain_verdict(model: str, tmp_path: Pat
     assert plan.verdict == "unknown"
     text = AXOLOTL + "rl: kto\n"
     assert planned(path, text, model).verdict == "unknown"
-    large = planned(path, text, model, **small)
+    large = planned(path, text, model, gpu="RTX-4090-24GB", micro_batch=60_000)
     assert bound_of(large.inputs.limits) == "lower"
     assert large.verdict == "does_not_fit"
     assert any("kto" in line and "more than is planned" in line for line in words.described(large))
