@@ -204,15 +204,22 @@ def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> 
         "lora",
         Lora(
             rank=run.lora_rank or 16,
-            targets=targets if isinstance(targets, str | None) else _targets(targets),
+            targets=targets if targets is None else _targets(targets),
             modules_to_save=run.lora_modules_to_save,
             base=cast("Any", base),
         ),
     )
 
 
-def _targets(names: Sequence[str]) -> tuple[str, ...] | str:
-    """Return the targets of adapters; wildcards become a regular expression over whole paths."""
+def _targets(names: Sequence[str] | str) -> tuple[str, ...] | str:
+    """Return the targets of adapters; wildcards become a regular expression over whole paths.
+
+    What a program says in words (all linear layers of the blocks) is planned as all linear layers.
+    """
+    if isinstance(names, str):
+        return "all-linear" if " " in names else names
+    if any(" " in name for name in names):
+        return "all-linear"
     if not any("*" in name for name in names):
         return tuple(names)
     patterns = (re.escape(name).replace(r"\*", ".*") for name in names)
@@ -294,7 +301,7 @@ def _settings(run: DescribedRun) -> FsdpSettings:
     # Without FSDP autocast keeps its copies of the weights for backward, as FSDP does without resharding.
     cached = run.fsdp == "none" and not frozen and not pure
     return FsdpSettings(
-        wrap_classes=() if run.program in _OWN_MODELS else tuple(run.wrap_classes or ()),
+        wrap_classes=_classes(run),
         reshard_after_forward=bool(run.reshard) if run.reshard is not None else not cached,
         cpu_offload=bool(run.cpu_offload),
         activation_checkpointing=run.gradient_checkpointing not in (None, "none"),
@@ -308,6 +315,13 @@ def _settings(run: DescribedRun) -> FsdpSettings:
         ),
         num_processes=run.processes,
     )
+
+
+def _classes(run: DescribedRun) -> tuple[str, ...]:
+    """Return the classes to wrap that a file names itself; others are those of the model's layers."""
+    if run.program in _OWN_MODELS:
+        return ()
+    return tuple(name for name in run.wrap_classes or () if name.isidentifier() and name[0].isupper())
 
 
 def _positive(size: int | None) -> Iterator[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -90,7 +90,7 @@ def planned(path: Path, text: str, model: str | None, **options: Any) -> Plan:
     chosen = {"gpu": "H100-80GB-SXM", "gpus": 2, "search": False, **options}
     if model is not None:
         chosen["model"] = model
-    return make_plan(read_request(Options(reference=str(path), **chosen)))
+    return make_plan(read_request(cast("Options", {"reference": str(path), **chosen})))
 
 
 def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
