@@ -42,6 +42,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint
 _PRECISIONS: Mapping[str | None, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 _BASES = {"qlora": "nf4", "lora8bit": "int8"}
+_FORMATS = {"nf4": "nf4", "fp4": "nf4", "int8": "int8", "float8": "float8", "fp8": "float8"}
+"""What a description of a quantised base contains, and the base of as many bits that is planned."""
 _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
     "classification": "classification", "reward": "classification",
@@ -197,8 +199,10 @@ def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> 
         limits.append(PlanLimit(f"method {run.method}: full fine-tuning is planned", "less"))
         return Method()
     targets = run.lora_targets
-    base = _BASES.get(str(run.method), "unchanged")
-    if base == "unchanged" and run.quantisation not in (None, "none"):
+    words = run.quantisation or "none"
+    named = next((base for word, base in _FORMATS.items() if word in words), "unchanged")
+    base = _BASES.get(str(run.method), named)
+    if base == "unchanged" and words != "none":
         limits.append(PlanLimit(f"the base in {run.quantisation}", "less"))
     return Method(
         "lora",
