@@ -71,7 +71,7 @@ def accelerate_units(
     if present:
         shard("tail", present, False)
     shard("root", [""], None)
-    _refuse_shared(tree, units)
+    _refuse_shared(units)
     return tuple(units)
 
 
@@ -132,7 +132,7 @@ def _refuse_nested(tree: ModuleTree, embedding: str, taken: set[str]) -> None:
         )
 
 
-def _refuse_shared(tree: ModuleTree, units: list[Unit]) -> None:
+def _refuse_shared(units: list[Unit]) -> None:
     owner: dict[str, str] = {}
     for unit in units:
         for parameter in unit.parameters:

@@ -100,7 +100,7 @@ def _split(
     if dim is None:
         partial = _sees_parts(name, plan)
         return Placement(parameter.fqn, parameter.shape, partial_gradient=partial, reason="after_sum")
-    return _along(parameter, dim, module, plan)
+    return _along(parameter, dim, module)
 
 
 def split_dim(parameter: Parameter, name: str, module: SplitModule) -> int | None:
@@ -123,15 +123,15 @@ def _adapter(
     if adapter not in _ADAPTERS or len(parameter.shape) != 2 or module.style not in ("column", "row"):
         raise _refusal(parameter, f"{adapter} on a layer split by {module.style}", plan)
     if (module.style, adapter) == ("column", "lora_B"):
-        return _along(parameter, 0, module, plan)
+        return _along(parameter, 0, module)
     if (module.style, adapter) == ("row", "lora_A"):
-        return _along(parameter, 1, module, plan)
+        return _along(parameter, 1, module)
     # A column layer's lora_A feeds a divided lora_B; a row layer's lora_B receives the sum over the group.
     partial = module.style == "column" or _sees_parts(name, plan)
     return Placement(parameter.fqn, parameter.shape, None, (), partial, "latent")
 
 
-def _along(parameter: Parameter, dim: int, module: SplitModule, plan: TensorPlan) -> Placement:
+def _along(parameter: Parameter, dim: int, module: SplitModule) -> Placement:
     length = parameter.shape[dim]
     sections = module.sections or (length,)
     if sum(sections) != length:

@@ -110,7 +110,7 @@ def attention(layers: Layers, path: str) -> Site | Left | None:
     rows += layers.at(path, *SECOND_ROWS)
     sizes = dict(layers.modules[path].sizes)
     columns = [*queries, *keys, *(name for name in names if name in ADDED | GATES)]
-    counted = _heads(layers, path, sizes, [names[n] for n in queries], [names[n] for n in keys], rows)
+    counted = _heads(layers, sizes, [names[n] for n in queries], [names[n] for n in keys], rows)
     if counted is None:
         return Left(path, "unknown", "its number of heads is not known")
     heads, key_heads = counted
@@ -124,7 +124,7 @@ def attention(layers: Layers, path: str) -> Site | Left | None:
         widths.add(layer.outputs)
     for name in fused:
         layer = layers.linear[names[name]]
-        sections = _fused(name, layer, heads, key_heads, sizes)
+        sections = _fused(name, layer, heads, key_heads)
         if sections is None:
             return Left(path, "unknown", f"{name} has {layer.outputs} outputs for {heads} heads")
         site.modules.append(_split(layer, "column", sections))
@@ -181,7 +181,6 @@ def _parallel(layers: Layers, path: str) -> Site | Left | None:
 
 def _heads(
     layers: Layers,
-    path: str,
     sizes: Mapping[str, int],
     queries: list[str],
     keys: list[str],
@@ -205,9 +204,7 @@ def _heads(
     return heads, key_heads
 
 
-def _fused(
-    name: str, layer: Layer, heads: int, key_heads: int, sizes: Mapping[str, int]
-) -> tuple[int, ...] | None:
+def _fused(name: str, layer: Layer, heads: int, key_heads: int) -> tuple[int, ...] | None:
     """Return the sections of a fused projection, () for one, None where the shapes do not fit."""
     if name in INTERLEAVED:
         return () if not layer.outputs % (heads + 2 * key_heads) else None

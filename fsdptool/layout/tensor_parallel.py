@@ -261,13 +261,13 @@ def _whole(anatomy: Anatomy, layers: Layers, found: _Found, plan: TensorPlan) ->
             elif style is not None:
                 reasons.pop(name, None)
             elif name not in reasons:
-                reasons[name] = _reason(anatomy, layers, name, owner)
+                reasons[name] = _reason(anatomy, layers, owner)
                 if reasons[name] == "stream" and anatomy.output_embedding in owners:
                     reasons[name] = "head"  # BERT's bias of the vocabulary has a name outside the head, too
     return reasons
 
 
-def _reason(anatomy: Anatomy, layers: Layers, name: str, owner: str) -> WholeReason:
+def _reason(anatomy: Anatomy, layers: Layers, owner: str) -> WholeReason:
     module = layers.modules.get(owner)
     last = owner.rpartition(".")[2]
     if owner == anatomy.output_embedding or last in ("lm_head", "classifier", "score"):

@@ -126,9 +126,7 @@ def plan_pipeline(
     sent = sent_bytes(trace, stack) if len(parts) > 1 else 0
     transfer = _transfer(pipeline, micro_batches, sent, cluster, machine)
     bubble = bubble_fraction(pipeline, micro_batches)
-    timing, parts_of_step = _time(
-        ranks, pipeline, point, transfer, bubble, small, cluster, machine, estimator
-    )
+    timing, parts_of_step = _time(ranks, point, transfer, bubble, small, cluster, machine, estimator)
     further = machine.further_communicator_bytes if pipeline.ranks > 1 else 0
     machine = replace(machine, communicator_bytes=machine.communicator_bytes + further)
     footprint = Footprint(
@@ -307,7 +305,6 @@ def _transfer(pipeline: Pipeline, micro_batches: int, sent: int, cluster: Cluste
 
 def _time(
     ranks: Sequence[_Rank],
-    pipeline: Pipeline,
     point: SearchPoint,
     transfer: float,
     bubble: float,

@@ -281,7 +281,7 @@ def measure_traffic(rank: Rank) -> Traffic:
         offloaded = 2 * weights + 4 * trained
     return Traffic(
         order=tuple(order),
-        stages=tuple(_stage(rank.shares[place], rank) for place in order),
+        stages=tuple(_stage(rank.shares[place]) for place in order),
         trained=trained + whole,
         tensors=trained_shards(rank),
         offloaded=offloaded,
@@ -403,7 +403,7 @@ def model_states(rank: Rank) -> dict[str, int]:
     }
 
 
-def _stage(share: UnitShare, rank: Rank) -> Stage:
+def _stage(share: UnitShare) -> Stage:
     reduce = sum(share.reduction.input.sizes)
     return Stage(
         gather_bytes=sum(share.buffers.whole.sizes),

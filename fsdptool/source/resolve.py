@@ -210,7 +210,7 @@ def _from_path(text: str, path: Path, options: _Options) -> ModelSpec:
     if "peft_type" in config:
         return _adapter(text, config, path.parent, options)
     if isinstance(config.get("_class_name"), str) and components(config):
-        return _pipeline(text, _Folder(path.parent), path, path.parent, options)
+        return _pipeline(text, _Folder(path.parent), path, options)
     folder = path.parent if path.name == _CONFIG else None
     return _plain(text, "config", config, path, folder, options)
 
@@ -255,7 +255,7 @@ def _from_files(text: str, files: _Files, folder: Path | None, options: _Options
         raise ReferenceError(f"{text} contains none of {_CONFIG}, {_INDEX}, {_ADAPTER}", help=_beside(folder))
     folder = path.parent
     if index is not None:
-        return _pipeline(text, files, index, folder, options)
+        return _pipeline(text, files, index, options)
     if adapter is not None and not (config is not None and _is_complete(folder, config)):
         return _adapter(text, options.read(adapter), folder, options)
     if options.component is not None:
@@ -285,7 +285,7 @@ def _beside(folder: Path | None) -> str:
     )
 
 
-def _pipeline(text: str, files: _Files, index: Path, folder: Path, options: _Options) -> ModelSpec:
+def _pipeline(text: str, files: _Files, index: Path, options: _Options) -> ModelSpec:
     listing = options.read(index)
     part, diagnostics = pick(listing, options.component, text)
     path = files.find(f"{part.name}/{_CONFIG}")

@@ -140,7 +140,7 @@ def make_trace(
         sampling=sampling,
         buffers=anatomy.buffers + (teacher_trace.buffers if teacher_trace is not None else ()),
         samples=recipe.batch.micro_batch,
-        tokens=_tokens(recipe, specs),
+        tokens=_tokens(recipe),
         teacher=teacher_trace,
         model=spec.model_class,
         unknowns=traced.unknowns
@@ -333,7 +333,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return dtype  # type: ignore[no-any-return]
 
 
-def _tokens(recipe: Recipe, specs: Sequence[TensorSpec]) -> int | None:
+def _tokens(recipe: Recipe) -> int | None:
     length = recipe.batch.sequence_length
     return recipe.batch.micro_batch * length if length is not None else None
 

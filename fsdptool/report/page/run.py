@@ -47,7 +47,7 @@ def run_parts(view: RunView, history: History) -> dict[str, str]:
         "head": _head(view),
         "failure": _failure(view),
         "loss": _loss(history),
-        "rate": _rate(history, view),
+        "rate": _rate(history),
         "memory": _memory(view),
         "ranks": _ranks(view),
         "events": _events(history),
@@ -115,7 +115,7 @@ def _loss(history: History) -> str:
     return _chart_section("Loss", chart, f"{_thinned(history)}{marks}")
 
 
-def _rate(history: History, run: RunView) -> str:
+def _rate(history: History) -> str:
     # The first step of a run compiles and allocates.
     points = [(point.step, point.rate) for point in history.points[1:] if point.rate is not None]
     chart = _curves("Throughput", f"{history.unit}/s", points, "{:,.4g}".format, zero=True)

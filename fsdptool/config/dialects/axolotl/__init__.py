@@ -207,7 +207,7 @@ def read(lint: LintContext) -> None:
         read_list(lint, legacy, block, chosen, version)
     if version == 1 and lint.get("sharding_strategy") is None:
         strategy_under_1(lint, None)
-    refuse(lint, block, chosen, version)
+    refuse(lint, block, version)
 
 
 def _around(lint: LintContext) -> None:
@@ -495,7 +495,7 @@ def _refuse_word(lint: LintContext, entry: Entry, word: str) -> None:
     )
 
 
-def refuse(lint: LintContext, block: Node | None, chosen: dict[str, Entry], version: int) -> None:
+def refuse(lint: LintContext, block: Node | None, version: int) -> None:
     """Report what axolotl's validation refuses about FSDP together with other settings."""
     if block is None:
         lint.report(

@@ -54,7 +54,7 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     offload = read.flag(f"{config}.cpu_offload") or read.flag(f"{config}.offload_policy")
     read.use(f"{config}.offload_params")
     return read.describe(
-        **_common(read, model, stored, rank, sp, "model.target_modules"),
+        **_common(read, model, stored, rank, "model.target_modules"),
         objective="sft",
         sequence_length=read.whole("data.max_length"),
         micro_batch=micro,
@@ -104,7 +104,7 @@ def _describe_rl(file: RunFile) -> DescribedRun:
     read.use(f"{_MODEL}.use_remove_padding", f"{_ACTOR}.fsdp_config.param_offload")
     read.use(f"{_ACTOR}.fsdp_config.optimizer_offload")
     return read.describe(
-        **_common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), sp, f"{_MODEL}.target_modules"),
+        **_common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), f"{_MODEL}.target_modules"),
         objective=_OBJECTIVES.get(estimator, estimator),
         sequence_length=prompt + response if prompt is not None and response is not None else None,
         micro_batch=micro,
@@ -123,7 +123,7 @@ def _describe_rl(file: RunFile) -> DescribedRun:
 
 
 def _common(
-    read: RunReader, model: str | None, stored: str | None, rank: int | None, sp: int, targets: str
+    read: RunReader, model: str | None, stored: str | None, rank: int | None, targets: str
 ) -> dict[str, Any]:
     adapter = bool(rank)
     layers = layer_classes_of(family_of_name(model or "")[0])
