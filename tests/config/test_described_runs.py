@@ -164,3 +164,15 @@ def test_an_accelerate_file_that_is_not_here_leaves_sharding_open() -> None:
     text = "sft.py --model_name_or_path gpt2 --dataset_name d --output_dir o\n"
     assert described(f"accelerate launch --config_file cluster.yaml {text}").fsdp is None
     assert described(f"accelerate launch --config_file multi_gpu.yaml {text}").fsdp == "none"
+
+
+@pytest.mark.parametrize(
+    ("config", "wrapped"),
+    [('{"version": 1, "transformer_layer_cls_to_wrap": "A,B"}', ("A", "B")), ("{", None)],
+)
+def test_a_flag_may_hold_the_settings_themselves(config: str, wrapped: tuple[str, ...] | None) -> None:
+    run = described(
+        "torchrun --nproc_per_node=2 t.py --model_name_or_path gpt2 --output_dir o"
+        f" --fsdp full_shard --fsdp_config '{config}'\n"
+    )
+    assert (run.wrap_classes, run.fsdp) == (wrapped, 1 if wrapped else 2)

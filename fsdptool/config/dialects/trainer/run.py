@@ -7,13 +7,13 @@ Sources: transformers 5.24.0 ``training_args.py``, ``modeling_utils.py:4183`` (d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD
+from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 _OF_4 = ("evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
@@ -156,8 +156,9 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     if isinstance(block, str) and block.lstrip().startswith("{"):
         read.use("fsdp_config")
         try:
-            block = json.loads(block)
-        except (ValueError, RecursionError):
+            root = parse_json(block).root
+            block = to_python(root) if root is not None else None
+        except ParseError:
             read.problems.append("fsdp_config is not JSON")
             block = None
     if isinstance(block, str):
