@@ -21,10 +21,11 @@ def described(text: str) -> DescribedRun:
     return run
 
 
-@pytest.mark.skipif(corpus.folder() is None, reason="FSDPTOOL_TRAINING_CORPUS is not set")
-@pytest.mark.parametrize("entry", corpus.entries(), ids=lambda entry: entry["file"])
-def test_a_real_file_is_read_as_the_index_has_it(entry: dict[str, object]) -> None:
-    assert list(corpus.differences(entry)) == []
+if corpus.folder() is not None:
+
+    @pytest.mark.parametrize("entry", corpus.entries(), ids=lambda entry: entry["file"])
+    def test_a_real_file_is_read_as_the_index_has_it(entry: dict[str, object]) -> None:
+        assert list(corpus.differences(entry)) == []
 
 
 AXOLOTL = """
