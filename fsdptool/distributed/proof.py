@@ -251,7 +251,7 @@ def _setting_differences(
     by_names = {frozenset(parameter.fqn for parameter in unit.parameters): unit for unit in plan.units}
     for path, held, group in groups:
         # The group has no policy of its own from torch 2.15 on, where parameters may differ.
-        policy = group.fsdp_params[0].mp_policy
+        policy = group.mp_policy if hasattr(group, "mp_policy") else group.fsdp_params[0].mp_policy
         dtypes = (("compute", policy.param_dtype, plan.param_dtype),)
         # A reduction in the compute dtype may be said by either (torch 2.13, ``init_dtype_attrs``).
         reduced = (policy.reduce_dtype or policy.param_dtype, plan.reduce_dtype or plan.param_dtype)
