@@ -313,7 +313,10 @@ def described(plan: Plan) -> list[str]:
         lines.append("it uses FSDP1, which is planned as FSDP2 with the same units")
     lines += [f"{run.program} refuses it, or it cannot be read whole: {problem}" for problem in run.problems]
     keys = run.keys
-    counted = f"used {len(keys.used)} keys; {len(keys.no_effect)} have no effect on memory or speed"
+    inert = len(keys.no_effect)
+    counted = (
+        f"used {len(keys.used)} keys; {inert} {'has' if inert == 1 else 'have'} no effect on memory or speed"
+    )
     if keys.not_modelled:
         named = ", ".join(f"{item.key} (changes {item.changes})" for item in keys.not_modelled)
         counted += f"; cannot model {len(keys.not_modelled)}: {named}"
