@@ -293,7 +293,7 @@ def _real_masks(masking: Any) -> Iterator[AbstractContextManager[None]]:
 def _grouped_products(profile: Profile) -> Iterator[AbstractContextManager[None]]:
     """Yield what keeps transformers from asking fake tensors for their address, as it does before torch 2.11.
 
-    Its own answer is no on CPUs before torch 2.9, which have no such kernel.
+    Before torch 2.9 it decides against that kernel on CPUs itself: they lack one there.
     """
     try:
         from transformers.integrations import moe
