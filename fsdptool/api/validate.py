@@ -289,7 +289,7 @@ def _need(
 
 
 def _described_run(run: DescribedRun, model: str, gpu: Gpu, gpus: int, machines: int) -> Need:
-    """Return what a described run needs on GPUs; needed is unknown where the plan is not a lower bound of it."""
+    """Return what a described run needs; that is unknown where the plan is not a lower bound of it."""
     from fsdptool.planning import Options, make_plan, read_request
     from fsdptool.planning.file_run import bound_of
 
