@@ -86,13 +86,20 @@ def read_file_run(reference: str) -> DescribedRun | None:
 
     Raises:
         ConfigError: The file cannot be read or parsed, or two programs claim it.
+        PlanError: It is for no program that is known, and is not a model.
     """
     from fsdptool.config.described import describe_path
 
     path = Path(reference).expanduser()
     if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not path.is_file():
         return None
-    return describe_path(path)
+    run = describe_path(path)
+    if run is None and path.suffix.lower() != ".json":  # models are JSON
+        raise PlanError(
+            f"{reference} is neither a model nor a training file of a program that is known here",
+            help=f"settings of accelerate alone go with a model: fsdptool plan MODEL --config {reference}",
+        )
+    return run
 
 
 def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:

@@ -15,7 +15,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.file_run import file_run, read_file_run, suited_to
-from fsdptool.planning.followed_loop import follow, training_loop, unread_keys
+from fsdptool.planning.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.requested_recipe import build_recipe, set_fields
@@ -135,6 +135,14 @@ def _from_file(
     reference = options.get("reference")
     if run is None and reference is not None:
         run = read_file_run(reference)
+    if run is not None and run.program == OWN:
+        if "recipe" in options:
+            raise PlanError(
+                f"{reference} is a recipe, and --recipe names another", help="give one of the two"
+            )
+        own = {name: value for name, value in options.items() if name not in ("reference", "model")}
+        given = {"reference": options["model"]} if "model" in options else {}
+        return None, cast("Options", {**own, **given, "recipe": reference}), ()
     if run is None:
         if "model" in options:
             raise PlanError(

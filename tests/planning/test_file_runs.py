@@ -219,3 +219,24 @@ def test_a_file_is_judged_by_its_own_run(model: str, tmp_path: Path) -> None:
         reading = fsdptool.validate(path, model=model, gpu="RTX-4090-24GB", gpus=2).readings[0]
         found = [item.message for item in reading.diagnostics if item.code == "FSD503"]
         assert [message.endswith("at micro-batch 60000 of 64 tokens") for message in found] == [True] * unfit
+
+
+def test_a_recipe_is_planned_as_a_recipe(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{reference: {model}}}\ndata: {{source: synthetic}}\n"
+        "batch: {sequence_length: 32}\nsteps: 1\n"
+    )
+    inputs = read_request(Options(reference=str(path), gpu="H100-80GB-SXM", gpus=2)).inputs
+    assert inputs.run is None
+    assert inputs.loop.program == "fsdptool"
+    assert inputs.recipe.batch.sequence_length == 32
+    assert inputs.recipe.model.reference == model
+
+
+def test_settings_of_accelerate_alone_describe_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    with pytest.raises(PlanError, match="neither a model nor a training file") as caught:
+        read_request(Options(reference=str(path), gpu="H100-80GB-SXM", gpus=2))
+    assert f"fsdptool plan MODEL --config {path}" in str(caught.value.help)
