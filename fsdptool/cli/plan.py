@@ -21,10 +21,11 @@ from fsdptool.cli.options import (
     takes,
     write_file,
 )
-from fsdptool.errors import ExitCode
+from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.planning.options import Options, declared
 
 if TYPE_CHECKING:
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.plan import Plan
 
 _ANSWER = "Answer"
@@ -85,6 +86,10 @@ def command(
 
       fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --seq-len 4096 --micro-batch 1 -o plan.json
 
+      fsdptool plan train.yaml --gpu A100-80GB-SXM --gpus 4
+
+      fsdptool plan --gpu A100-80GB-SXM --gpus 4 -- trl sft --model_name_or_path Qwen/Qwen3-8B
+
       fsdptool plan --recipe recipe.yaml --config accelerate.yaml --profile cpu-gloo
 
       fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --sweep seq-len=4096,8192,16384 -o sweep.svg
@@ -112,13 +117,37 @@ def command(
     options = {n: v for n, v in options.items() if v is not None and n not in off}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])
-    if values:
+    described = described_words([options.pop("reference"), *context.args]) if context.args else None
+    if values and described is None:
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
+    if values:
+        refuse(context, ["sweep"], "not allowed with a command line", "write the command line to a file")
     with show_progress() as progress:
-        plan = make_plan(read_request(cast("Options", options)), progress=progress)
-    repeated = repeated_command(context)
+        plan = make_plan(read_request(cast("Options", options), described), progress=progress)
+    # A command line ends the options: none can follow it.
+    repeated = repeated_command(context) if described is None else None
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
+
+
+def described_words(words: Sequence[str]) -> DescribedRun:
+    """Return the run that the words of a command line describe.
+
+    Raises:
+        ConfigError: They start no program that is known.
+    """
+    import shlex
+
+    from fsdptool.config.described import describe_run
+    from fsdptool.files.text import SourceText
+
+    run = describe_run(SourceText(shlex.join(words)))
+    if run is None:
+        raise ConfigError(
+            f"'{words[0]} {words[1]} ...' is not the command line of a training program that is known here",
+            help="name one model; a command line begins after --: fsdptool plan --gpus 8 -- trl sft ...",
+        )
+    return run
 
 
 def exit_code(plan: Plan) -> ExitCode:

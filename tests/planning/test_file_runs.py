@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 import fsdptool
+from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.file_run import bound_of
@@ -240,3 +241,25 @@ def test_settings_of_accelerate_alone_describe_no_run(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="neither a model nor a training file") as caught:
         read_request(Options(reference=str(path), gpu="H100-80GB-SXM", gpus=2))
     assert f"fsdptool plan MODEL --config {path}" in str(caught.value.help)
+
+
+def test_a_command_line_is_planned_like_a_file(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["trl", "sft", "--model_name_or_path", "org/model", "--max_length", "64", "--bf16", "--use_peft"]
+    line += ["--lora_r", "8", "--per_device_train_batch_size", "3", "--dataset_name", "org/data"]
+    options = ["--gpu", "H100-80GB-SXM", "--gpus", "2", "--model", model, "--no-search", "--format", "json"]
+    assert run(["plan", *options, "--", *line]) == 0
+    words = json.loads(capsys.readouterr().out)
+    path = tmp_path / "train.sh"
+    path.write_text(" ".join(line) + "\n")
+    assert run(["plan", str(path), *options]) == 0
+    file = json.loads(capsys.readouterr().out)
+    assert words["inputs"] == file["inputs"]
+    assert words["inputs"]["recipe"]["method"]["lora"]["rank"] == 8
+    assert words["inputs"]["recipe"]["batch"]["micro_batch"] == 3
+
+
+def test_words_that_start_no_program_are_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", model, "further", "--gpu", "H100-80GB-SXM"]) == 2
+    assert "is not the command line of a training program" in capsys.readouterr().err
