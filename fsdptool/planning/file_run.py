@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdptool.errors import PlanError
+from fsdptool.files.text import is_file
 from fsdptool.planning.options import Options
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.described_run import DescribedRun
@@ -91,7 +92,7 @@ def read_file_run(reference: str) -> DescribedRun | None:
     from fsdptool.config.described import describe_path
 
     path = Path(reference).expanduser()
-    if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not path.is_file():
+    if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not is_file(path):
         return None
     run = describe_path(path)
     if run is None and path.suffix.lower() != ".json":  # models are JSON
