@@ -216,6 +216,7 @@ def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> 
         "lora",
         Lora(
             rank=run.lora_rank or 16,
+            dropout=min(max(run.lora_dropout or 0.0, 0.0), 0.99),
             targets=targets if targets is None else _targets(targets),
             modules_to_save=run.lora_modules_to_save,
             base=cast("Any", base),

@@ -90,6 +90,7 @@ class DescribedRun:
         family: Family and size of fsdptool's catalogue that the model is known to be, as ``llama3:8b``.
         method: ``full``, ``lora``, ``qlora`` (4 bits), ``lora8bit``, or the program's own word.
         lora_rank: Rank of the adapters.
+        lora_dropout: Probability with which inputs of adapters are dropped; each adapter then keeps its own.
         lora_targets: Names of the adapted modules, a regular expression, or ``all-linear``.
         lora_modules_to_save: Modules of which a copy is trained whole beside the adapters.
         base_dtype: dtype in which the model is loaded; ``checkpoint`` is the dtype of its files.
@@ -132,6 +133,7 @@ class DescribedRun:
     family: str | None = None
     method: str | None = None
     lora_rank: int | None = None
+    lora_dropout: float | None = None
     lora_targets: tuple[str, ...] | str | None = None
     lora_modules_to_save: tuple[str, ...] = ()
     base_dtype: str | None = None

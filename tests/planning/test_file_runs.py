@@ -122,6 +122,19 @@ def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
     assert words.described(plan)[0].startswith("run described for axolotl")
 
 
+def test_dropout_of_adapters_keeps_an_input_for_each(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    plain = AXOLOTL.replace("gradient_checkpointing: true", "gradient_checkpointing: false")
+    plan, dropped = (planned(path, plain + text, model) for text in ("", "lora_dropout: 0.1\n"))
+    assert dropped.inputs.recipe.method.lora == Lora(rank=4, targets="all-linear", dropout=0.1)
+    assert dropped.inputs.run is not None
+    assert "lora_dropout" in dropped.inputs.run.keys.used
+    before, after = (item.candidates[0].allocated_peak_bytes for item in (plan, dropped))
+    assert before is not None
+    assert after is not None
+    assert after > before
+
+
 def test_options_override_the_file(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     plan = planned(path, AXOLOTL, model)

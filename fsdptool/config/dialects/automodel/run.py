@@ -42,6 +42,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=model,
         method="qlora" if adapter and four else "lora" if adapter else "full",
         lora_rank=read.whole("peft.dim") if adapter else None,
+        lora_dropout=read.number("peft.dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         base_dtype=stored if adapter else None,
         quantisation="nf4" if four else "int8" if read.flag("quantization.load_in_8bit") else "none",

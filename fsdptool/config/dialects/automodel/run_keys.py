@@ -50,7 +50,7 @@ KEYS = RunKeys(
     distributed.patch_is_packed_sequence optimizer.foreach optimizer.fused model.backend.rope_fusion
     step_scheduler.gc_every_steps
     """),
-    numbers=names("peft.dropout lr_scheduler.* flow_matching.* model.backend.fake_balanced_gate"),
+    numbers=names("lr_scheduler.* flow_matching.* model.backend.fake_balanced_gate"),
     no_effect=names("""
     recipe seed dist_env dist_env.* rng rng.* wandb wandb.* mlflow mlflow.* ci ci.* benchmark
     benchmark.* mfu mfu.* nvtx checkpoint checkpoint.* validation_dataset validation_dataset.*

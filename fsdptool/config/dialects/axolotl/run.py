@@ -68,6 +68,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=read.text("base_model"),
         method=method,
         lora_rank=read.whole("lora_r") if adapter else None,
+        lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         lora_modules_to_save=_names(read.value("lora_modules_to_save")) if adapter else (),
         base_dtype=base,

@@ -43,6 +43,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path"),
         method="lora" if adapter else "full",
         lora_rank=read.whole("rank") if adapter else None,
+        lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read, script) if adapter else None,
         base_dtype=base,
         quantisation="none",

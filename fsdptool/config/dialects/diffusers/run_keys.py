@@ -34,7 +34,7 @@ KEYS = RunKeys(
     time=names("allow_tf32 dataloader_num_workers torch_compile"),
     numbers=names("""
     snr_gamma noise_offset weighting_scheme logit_mean logit_std mode_scale guidance_scale
-    proportion_empty_prompts lora_dropout noise_scheduler input_perturbation
+    proportion_empty_prompts noise_scheduler input_perturbation
     """),
     no_effect=names("""
     instance_data_dir instance_data_root instance_prompt class_data_dir class_prompt

@@ -65,6 +65,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=read.text("model_name_or_path"),
         method="qlora" if adapter and bits == 4 else "lora8bit" if adapter and bits == 8 else kind,
         lora_rank=read.whole("lora_rank") if kind == "lora" else None,
+        lora_dropout=read.number("lora_dropout") if kind == "lora" else None,
         lora_targets=_targets(read) if kind == "lora" else None,
         base_dtype="checkpoint",
         quantisation=_quantisation(read, bits),

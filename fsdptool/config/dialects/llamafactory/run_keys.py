@@ -13,7 +13,7 @@ _OWN = """
     buffer_size mix_strategy interleave_probs overwrite_cache preprocessing_batch_size
     preprocessing_num_workers max_samples eval_num_beams ignore_pad_token_for_loss val_size
     tool_format default_system enable_thinking preserve_thinking tokenized_path
-    data_shared_file_system lora_alpha lora_dropout create_new_adapter pref_beta pref_ftx
+    data_shared_file_system lora_alpha create_new_adapter pref_beta pref_ftx
     pref_bco_weight dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma ppo_*
     ld_alpha galore_scale galore_update_interval galore_proj_type apollo_scale
     apollo_update_interval apollo_proj apollo_proj_type apollo_scale_type apollo_scale_front

@@ -73,6 +73,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=read.text("model", "model_id_or_path") or read.raw("model"),
         method="qlora" if adapter and quantised and bits == 4 else method,
         lora_rank=read.whole("lora_rank") if adapter else None,
+        lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         base_dtype=base,
         quantisation=_quantisation(read, bits) if quantised else "none",

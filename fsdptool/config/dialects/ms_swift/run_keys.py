@@ -15,6 +15,7 @@ KEYS = RunKeys(
         **DEFAULTS,
         "tuner_type": ("lora", "swift/arguments/base_args/base_args.py:121"),
         "lora_rank": (8, "swift/arguments/tuner_args.py:130"),
+        "lora_dropout": (0.05, "swift/arguments/tuner_args.py:135"),
         "target_modules": ("all-linear", "swift/arguments/tuner_args.py:126"),
         "per_device_train_batch_size": (1, "swift/trainers/arguments.py:130"),
         "gradient_checkpointing": (True, "swift/trainers/arguments.py:135"),
@@ -59,7 +60,7 @@ KEYS = RunKeys(
     model_author custom_dataset_info template system truncation_strategy agent_template norm_bbox
     use_chat_template padding_side is_binary_loss_scale template_backend response_prefix
     enable_thinking preserve_thinking add_non_thinking_prefix disable_ignore_empty_think lora_alpha
-    lora_dropout lora_bias adapters load_args load_data_args packing_num_proc packing_strategy
+    lora_bias adapters load_args load_data_args packing_num_proc packing_strategy
     lazy_tokenize ignore_args_error add_version create_checkpoint_symlink swanlab_* warmup_ratio
     safe_serialization max_shard_size check_model eval_metric callbacks early_stop_interval
     resume_only_model max_epochs temperature top_p top_k repetition_penalty num_beams stream

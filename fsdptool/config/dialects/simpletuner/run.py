@@ -69,6 +69,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=model,
         method=method,
         lora_rank=read.whole("lora_rank") if standard else None,
+        lora_dropout=read.number("lora_dropout") if standard else None,
         lora_targets=_TARGETS if standard else None,
         base_dtype=base if adapter else None,
         quantisation=quantisation,

@@ -21,6 +21,7 @@ KEYS = RunKeys(
         "optimizer": ("adamw_bf16", f"{_SECTIONS}/training.py:114"),
         "num_train_epochs": (1, f"{_SECTIONS}/training.py:26"),
         "lora_rank": (16, f"{_SECTIONS}/lora.py:25"),
+        "lora_dropout": (0.1, f"{_SECTIONS}/lora.py"),
         "lora_type": ("standard", f"{_SECTIONS}/lora.py:70"),
         "base_model_precision": ("no_change", f"{_SECTIONS}/model.py:451"),
         "base_model_default_dtype": ("bf16", f"{_SECTIONS}/model.py:1242"),
@@ -54,7 +55,7 @@ KEYS = RunKeys(
     """),
     numbers=names("""
     flow_schedule_shift flow_schedule_auto_shift noise_offset snr_gamma min_snr_gamma
-    input_perturbation loss_type caption_dropout_probability lora_dropout weight_noise
+    input_perturbation loss_type caption_dropout_probability weight_noise
     """),
     no_effect=names("""
     lora_rank lora_type ignore_final_epochs quantize_activations text_encoder_1_precision

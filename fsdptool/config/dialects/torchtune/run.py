@@ -52,6 +52,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         family=MODELS.get(plain),
         method="qlora" if quantised else "lora" if adapter else "full",
         lora_rank=read.whole("model.lora_rank") if adapter else None,
+        lora_dropout=read.number("model.lora_dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         base_dtype=dtype,
         quantisation="torchao nf4 (block 64, scalers int8 in blocks of 256)" if quantised else "none",

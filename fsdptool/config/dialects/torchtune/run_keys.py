@@ -33,7 +33,7 @@ KEYS = RunKeys(
     checkpointer.* ref_checkpointer ref_checkpointer.* teacher_checkpointer resume_from_checkpoint
     save_adapter_weights_only optimizer.* lr_scheduler.* clip_grad_norm metric_logger
     metric_logger.* log_every_n_steps log_peak_memory_stats log_level profiler profiler.* device
-    cudnn_deterministic_mode low_cpu_ram fsdp fsdp.* model.lora_alpha model.lora_dropout
+    cudnn_deterministic_mode low_cpu_ram fsdp fsdp.* model.lora_alpha
     model.use_dora loss.* save_steps profile_memory keep_last_n_checkpoints dataset_val.*
     run_val_every_n_steps.* model.decoder_trainable model.encoder_trainable model.fusion_trainable
     model.image_size tensor_parallel_plan tensor_parallel_plan.* _non_blocking_checkpoint

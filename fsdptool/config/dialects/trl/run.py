@@ -73,6 +73,7 @@ def describe(file: RunFile) -> DescribedRun:
         model=read.text("model_name_or_path", "model_name"),
         method="qlora" if four else "lora8bit" if eight else "lora" if adapter else "full",
         lora_rank=read.whole("lora_r") if adapter else None,
+        lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         lora_modules_to_save=_saved(read),
         base_dtype=base,

@@ -9,7 +9,7 @@ from fsdptool.config.dialects.run_reader import RunKeys, names, sides
 from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
 
 _OWN = """
-    model_revision lora_alpha lora_dropout lora_task_type dataset_name dataset_config dataset_train_split
+    model_revision lora_alpha lora_task_type dataset_name dataset_config dataset_train_split
     dataset_test_split dataset_streaming datasets dataset_mixture dataset_text_field dataset_kwargs
     dataset_num_proc dataset_batch_size streaming test_split_size chat_template chat_template_path eos_token
     pad_token truncation_mode shuffle_dataset eval_packing completion_only_loss assistant_only_loss
@@ -37,6 +37,7 @@ KEYS = RunKeys(
         "max_length": (1024, "trl/trainer/sft_config.py"),
         "packing": (False, "trl/trainer/sft_config.py"),
         "lora_r": (16, "trl/trainer/model_config.py:103"),
+        "lora_dropout": (0.05, "trl/trainer/model_config.py:115"),
         "num_generations": (8, "trl/trainer/grpo_config.py"),
         "max_completion_length": (512, "trl/trainer/grpo_config.py"),
         "activation_offloading": (False, "trl/trainer/sft_config.py"),
