@@ -21,6 +21,13 @@ _SAME_SHAPES = {
     "flux.1-kontext": "flux.1", "flux-dev": "flux.1-dev", "flux1-dev": "flux.1-dev",
     "stable-diffusion-xl": "sdxl",
     "mistral-7b-v0.2": "mistral-7b-v0.1", "llama-3.2-vision-11b": "llama-3.2-11b-vision",
+    "llama-7b": "llama-2-7b", "llama-13b": "llama-2-13b", "vicuna-7b-v1.5": "llama-2-7b",
+    "vicuna-13b-v1.5": "llama-2-13b", "qwq-32b": "qwen2.5-32b", "phi-3.5-mini": "phi-3-mini-4k",
+    "magistral-small": "mistral-small-3.2-24b", "tinyllama-1.1b-intermediate": "tinyllama-1.1b-v1.0",
+    "smollm-135m": "smollm2-135m", "smollm-360m": "smollm2-360m", "smollm-1.7b": "smollm2-1.7b",
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b", "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
+    "deepseek-r1-distill-qwen7b": "qwen2.5-7b", "deepseek-r1-distill-qwen14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen32b": "qwen2.5-32b",
     "tinyllama-v1.1": "tinyllama-1.1b", "stable-diffusion-v1-4": "stable-diffusion-v1-5",
 }  # fmt: skip
 """Names of models whose shapes are those of another one."""
@@ -107,6 +114,8 @@ def _parts(name: str) -> list[str]:
     kept = [part for part in base.split("-") if part and part not in _WITHOUT]
     kept = [part for part in kept if not re.fullmatch(r"2\d{3}", part)] or kept
     plain = "-".join(kept)
+    # Fine-tunes of the 7B often leave out the version, and are of the first.
+    plain = re.sub(r"(?<![^-])(?:zephyr|mistral)-7b(?!-v0|[^-])", "mistral-7b-v0.1", plain)
     for other, same in _SAME_SHAPES.items():
         plain = re.sub(rf"(?<![^-]){re.escape(other)}(?![^-])", same, plain)
     return plain.split("-")
