@@ -177,3 +177,25 @@ def test_a_flag_may_hold_the_settings_themselves(config: str, wrapped: tuple[str
         f" --fsdp full_shard --fsdp_config '{config}'\n"
     )
     assert (run.wrap_classes, run.fsdp) == (wrapped, 1 if wrapped else 2)
+
+
+def test_an_example_of_transformers_is_the_trainers() -> None:
+    run = described(
+        "torchrun --nproc_per_node=2 run_clm.py --model_name_or_path gpt2 --dataset_name d --output_dir o"
+        " --torch_dtype bfloat16 --gradient_checkpointing --block_size 256 --per_device_train_batch_size 4\n"
+    )
+    assert (run.program, run.sequence_length, run.micro_batch) == ("trainer", 256, 4)
+
+
+def test_the_usual_method_of_quantisation_leaves_nothing_open() -> None:
+    text = "model_name_or_path: gpt2\nstage: sft\nfinetuning_type: lora\nquantization_bit: 4\ntemplate: x\n"
+    assert described(f"{text}quantization_method: bnb\n").keys.not_modelled == ()
+    assert [item.key for item in described(f"{text}quantization_method: hqq\n").keys.not_modelled] == [
+        "quantization_method"
+    ]
+
+
+def test_dropout_of_adapters_is_the_programs_default() -> None:
+    text = "model_name_or_path: gpt2\ndataset_name: d\nuse_peft: true\nlora_r: 4\nmax_length: 64\n"
+    assert described(text).lora_dropout == 0.05
+    assert described(f"{text}lora_dropout: 0\n").lora_dropout == 0

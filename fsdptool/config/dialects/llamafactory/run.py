@@ -93,6 +93,8 @@ def _quantisation(read: RunReader, bits: int | None) -> str:
         return "bnb int8"
     double = "no double" if read.raw("double_quantization") is False else "double"
     read.use("double_quantization")
+    if read.raw("quantization_method") in ("bnb", "BNB", "bitsandbytes"):
+        read.use("quantization_method")
     return f"bnb nf{bits}, {double} quantisation, storage = compute dtype"
 
 
