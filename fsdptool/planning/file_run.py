@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 from pathlib import Path
 from typing import Any, cast
 
@@ -254,11 +255,13 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
 
 
 def _batch(run: DescribedRun) -> Batch:
+    # A square stands for the largest picture, in the patches of all denoisers.
+    side = isqrt(run.pixel_area) // 16 * 16 if run.pixel_area else None
     batch = Batch(
         micro_batch=run.micro_batch or 1,
         sequence_length=run.sequence_length,
-        height=run.height,
-        width=run.width,
+        height=run.height or side,
+        width=run.width or side,
         frames=run.frames,
     )
     if run.accumulation is not None:

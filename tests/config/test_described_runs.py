@@ -199,3 +199,12 @@ def test_dropout_of_adapters_is_the_programs_default() -> None:
     text = "model_name_or_path: gpt2\ndataset_name: d\nuse_peft: true\nlora_r: 4\nmax_length: 64\n"
     assert described(text).lora_dropout == 0.05
     assert described(f"{text}lora_dropout: 0\n").lora_dropout == 0
+
+
+def test_float8_of_torchtitan_needs_its_converter() -> None:
+    text = "[job]\ndump_folder = 'o'\n[model]\nname = 'llama3'\nflavor = '8B'\nconverters = {}\n"
+    text += "[training]\nseq_len = 64\nlocal_batch_size = 1\n[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    key = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+    without, with_it = (described(text.format(value)) for value in ("[]", "['quantize.linear.float8']"))
+    assert key in without.keys.no_effect
+    assert key in {item.key for item in with_it.keys.not_modelled}

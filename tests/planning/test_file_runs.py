@@ -276,3 +276,16 @@ def test_a_command_line_is_planned_like_a_file(
 def test_words_that_start_no_program_are_refused(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", model, "further", "--gpu", "H100-80GB-SXM"]) == 2
     assert "is not the command line of a training program" in capsys.readouterr().err
+
+
+def test_pictures_whose_sides_vary_are_planned_as_the_largest_square(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n"
+        "      network: {type: lora, linear: 16}\n"
+        "      datasets: [{folder_path: d, resolution: [512, 768]}]\n"
+        "      train: {batch_size: 2, dtype: bf16, gradient_checkpointing: true, optimizer: adamw8bit}\n"
+        "      model: {name_or_path: black-forest-labs/FLUX.1-dev, is_flux: true}\n"
+    )
+    batch = read_request(Options(reference=str(path), gpu="H100-80GB-SXM")).inputs.recipe.batch
+    assert (batch.micro_batch, batch.height, batch.width) == (2, 768, 768)

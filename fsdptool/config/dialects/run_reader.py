@@ -204,6 +204,7 @@ class RunReader:
         self.data = file.data
         self.used: dict[str, None] = {}
         self.asked: set[str] = set()
+        self.unread: set[str] = set()
         self.taken: dict[str, TakenDefault] = {}
         self.notes: list[str] = []
         self.problems: list[str] = list(file.launch.problems)
@@ -320,6 +321,10 @@ class RunReader:
             if self.has(key):
                 self.used.setdefault(key)
 
+    def inert(self, *keys: str) -> None:
+        """Count keys as without effect: the program does not read them as the rest of the file is."""
+        self.unread.update(keys)
+
     def describe(self, **facts: Any) -> DescribedRun:
         """Return the run of the facts, with what became of every key."""
         for name in _WHOLE & facts.keys():
@@ -348,6 +353,9 @@ class RunReader:
             ("memory", self.keys.memory), ("time", self.keys.time), ("numbers", self.keys.numbers),
         )  # fmt: skip
         for key, value in self._unread(self.data, ""):
+            if key in self.unread:
+                no_effect.append(key)
+                continue
             found = next((what for what, names in effects if _covers(names, key)), None)
             inactive = value in _INACTIVE if not isinstance(value, list | dict) else not value
             if found is not None and not inactive:

@@ -27,6 +27,8 @@ _FLUX = (
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or of a command line with ``--job.config_file``."""
     read = RunReader(file, KEYS)
+    if "float8" not in str(read.raw("model.converters") or ""):
+        read.inert("quantize.linear.float8.enable_fsdp_float8_all_gather")
     name, flavour = read.text("model.name") or "", read.text("model.flavor") or ""
     hub = read.text("hf_transformers.model")
     size = flavour.lower().replace("_flex", "").replace("_varlen", "").replace("_irope", "")
