@@ -203,7 +203,8 @@ def test_dropout_of_adapters_is_the_programs_default() -> None:
 
 def test_float8_of_torchtitan_needs_its_converter() -> None:
     text = "[job]\ndump_folder = 'o'\n[model]\nname = 'llama3'\nflavor = '8B'\nconverters = {}\n"
-    text += "[training]\nseq_len = 64\nlocal_batch_size = 1\n[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
+    text += "[training]\nseq_len = 64\nlocal_batch_size = 1\n"
+    text += "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n"
     key = "quantize.linear.float8.enable_fsdp_float8_all_gather"
     without, with_it = (described(text.format(value)) for value in ("[]", "['quantize.linear.float8']"))
     assert key in without.keys.no_effect
