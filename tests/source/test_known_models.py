@@ -23,6 +23,16 @@ from fsdptool.source.known_models import family_of_name, layer_classes_of
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5:7b"),
         ("models/bigscience_bloom-3b", "bloom:3b"),
         ("gpt2", "gpt2:small"),
+        ("meta-llama/Llama-3.2-3B", "llama3.2:3b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "qwen2.5:r1-distill-1.5b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5:7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama3.1:8b"),
+        ("teknium/OpenHermes-2.5-Mistral-7B", "mistral:7b-v0.1"),
+        ("alignment-handbook/zephyr-7b-sft-full", "mistral:7b-v0.1"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral:7b-v0.3"),
+        ("lmsys/vicuna-7b-v1.5", "llama2:7b"),
+        ("google/gemma-2-27b-it", "gemma2:27b"),
+        ("mistralai/Magistral-Small-2509", "mistral3:small-3.2-24b"),
     ],
 )
 def test_a_name_stands_for_a_size(name: str, family: str) -> None:
@@ -33,8 +43,9 @@ def test_a_name_stands_for_a_size(name: str, family: str) -> None:
     "name",
     [
         "Qwen/Qwen3-7B",
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
-        "meta-llama/Llama-3.2-3B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-3B",
+        "meta-llama/Llama-3.2-4B",
+        "mistralai/Mistral-7B-v0.9",
         "./qwen",
         "org/Qwen2.5-7B-eagle3",
         "org/my-gpt2-large-clone-of-something-vision",
