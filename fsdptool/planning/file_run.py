@@ -24,6 +24,7 @@ from fsdptool.records.recipe import (
     Batch,
     Data,
     Distillation,
+    Ema,
     Lora,
     Method,
     ModelChoice,
@@ -127,6 +128,7 @@ def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
         batch=_batch(run),
         optimizer=_optimizer(run, limits),
         sharding=_sharding(run),
+        ema=Ema(0.999) if run.ema else Ema(),
         steps=run.steps,
     )
     if recipe.objective.name is not None and not _offered(recipe):

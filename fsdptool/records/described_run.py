@@ -111,6 +111,7 @@ class DescribedRun:
         gradient_checkpointing: What is recomputed in backward; ``offload`` keeps the inputs in host memory.
         activation_offloading: Whether activations are kept in host memory between forward and backward.
         attention: Attention implementation.
+        ema: Whether the device holds an exponential moving average of the trained parameters.
         fused_loss: Whether logits are kept whole (``none``), or the loss is fused or computed in chunks.
         compile: Whether ``torch.compile`` is used.
         processes: Number of ranks.
@@ -156,6 +157,7 @@ class DescribedRun:
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None
     activation_offloading: bool | None = None
     attention: str | None = None
+    ema: bool | None = None
     fused_loss: Literal["none", "liger", "cce", "chunked"] | None = None
     compile: bool | None = None
     processes: int | None = None

@@ -284,8 +284,11 @@ def test_pictures_whose_sides_vary_are_planned_as_the_largest_square(tmp_path: P
         "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n"
         "      network: {type: lora, linear: 16}\n"
         "      datasets: [{folder_path: d, resolution: [512, 768]}]\n"
-        "      train: {batch_size: 2, dtype: bf16, gradient_checkpointing: true, optimizer: adamw8bit}\n"
+        "      train: {batch_size: 2, dtype: bf16, optimizer: adamw8bit, ema_config: {use_ema: true}}\n"
         "      model: {name_or_path: black-forest-labs/FLUX.1-dev, is_flux: true}\n"
     )
-    batch = read_request(Options(reference=str(path), gpu="H100-80GB-SXM")).inputs.recipe.batch
+    inputs = read_request(Options(reference=str(path), gpu="H100-80GB-SXM")).inputs
+    batch = inputs.recipe.batch
     assert (batch.micro_batch, batch.height, batch.width) == (2, 768, 768)
+    assert inputs.recipe.ema.decay is not None
+    assert inputs.limits == ()

@@ -62,6 +62,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         method="lora" if adapter else "full",
         lora_rank=read.whole("network.linear", "network.rank") if adapter and low_rank else None,
         lora_targets=_TARGETS if adapter else None,
+        ema=read.flag("train.ema_config.use_ema"),
         base_dtype=base if adapter else None,
         quantisation=quantisation,
         stored_dtype=stored,

@@ -32,7 +32,7 @@ KEYS = RunKeys(
         model.quantize_te
         """,
         more="""
-        train.ema_config.use_ema train.train_text_encoder train.diff_output_preservation
+        train.train_text_encoder train.diff_output_preservation
         train.do_prior_divergence network.conv train.blank_prompt_preservation model.assistant_lora_path
         train.do_guidance_loss
         """,

@@ -45,6 +45,7 @@ def describe(file: RunFile) -> DescribedRun:
         lora_rank=read.whole("rank") if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read, script) if adapter else None,
+        ema=read.flag("use_ema"),
         base_dtype=base,
         quantisation="none",
         stored_dtype=stored,

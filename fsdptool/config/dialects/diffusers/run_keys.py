@@ -23,7 +23,7 @@ KEYS = RunKeys(
     memory=sides(
         less="do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling",
         more="""
-        use_ema train_text_encoder with_prior_preservation train_text_encoder_ti
+        train_text_encoder with_prior_preservation train_text_encoder_ti
         controlnet_model_name_or_path use_dora
         """,
         either="""

@@ -71,6 +71,7 @@ def describe(file: RunFile) -> DescribedRun:
         lora_rank=read.whole("lora_rank") if standard else None,
         lora_dropout=read.number("lora_dropout") if standard else None,
         lora_targets=_TARGETS if standard else None,
+        ema=read.flag("use_ema") and read.text("ema_device") == "accelerator",
         base_dtype=base if adapter else None,
         quantisation=quantisation,
         stored_dtype=dtype,

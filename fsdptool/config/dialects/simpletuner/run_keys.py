@@ -22,6 +22,7 @@ KEYS = RunKeys(
         "num_train_epochs": (1, f"{_SECTIONS}/training.py:26"),
         "lora_rank": (16, f"{_SECTIONS}/lora.py:25"),
         "lora_dropout": (0.1, f"{_SECTIONS}/lora.py"),
+        "ema_device": ("cpu", f"{_SECTIONS}/training.py"),
         "lora_type": ("standard", f"{_SECTIONS}/lora.py:70"),
         "base_model_precision": ("no_change", f"{_SECTIONS}/model.py:451"),
         "base_model_default_dtype": ("bf16", f"{_SECTIONS}/model.py:1242"),
@@ -41,7 +42,7 @@ KEYS = RunKeys(
         optimizer_release_gradients
         """,
         more="""
-        use_ema ema_device controlnet use_dora prior_preservation train_text_encoder tread_config
+        controlnet use_dora prior_preservation train_text_encoder tread_config
         offload_during_startup_disabled lycoris_config
         """,
         either="""
