@@ -48,4 +48,4 @@ def write_schemas(folder: Path) -> None:
 def _text(schema: dict[str, object]) -> str:
     import json
 
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

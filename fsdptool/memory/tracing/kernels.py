@@ -7,9 +7,8 @@ answered by the operators that torch 2.13 would choose there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +23,24 @@ from fsdptool.records.trace import Profile
 from fsdptool.versions import torch_is
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def _attending(flash: bool) -> Callable[..., torch.Tensor]:
+    """Return what routes attention: a function, because Dynamo does not follow ``functools.partial`` here."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, flash=flash)
+
+    return attend
 
 
 def _attend(
@@ -343,7 +360,7 @@ def kernels_of(profile: Profile, *, flash: bool = True) -> Iterator[None]:
             stack.enter_context(replaced(functional, "batch_norm", _batch_norm(functional.batch_norm)))
         else:
             stack.enter_context(assuming_cuda())
-            attend = partial(_attend, flash=flash)
+            attend = _attending(flash)
             stack.enter_context(replaced(functional, "scaled_dot_product_attention", attend))
             for module, name in _grouping():
                 grouping = half_groups_only(getattr(module, name), flash=flash)
