@@ -349,6 +349,9 @@ def choose_device(settings: FsdpSettings, config_path: Path, *, dry_run: bool = 
     if settings.use_cpu:
         return "cpu"
     if not dry_run and not count_gpus():
+        # Where it is missing, it is what to install first: nobody counts GPUs without it.
+        import torch  # noqa: F401
+
         raise ConfigError(
             f"{config_path} is for {settings.num_processes or 'some'} GPUs but "
             + (why_unused() or "this machine has none"),
