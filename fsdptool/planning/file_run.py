@@ -17,7 +17,7 @@ from fsdptool.errors import PlanError
 from fsdptool.files.text import is_file
 from fsdptool.planning.options import Options
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.described_run import DescribedRun, Side
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Bound, PlanLimit
 from fsdptool.records.recipe import (
@@ -66,6 +66,22 @@ _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "sgd": ("sgd", "auto"),
     "muon": ("muon", "auto"),
 }
+_ADAM = re.compile(r"(?:optimi-|bnb-|torch-|torchao-)?adamw?(?:[-_]?(?:torch|bf16|8bit|32bit|fused|xla))*")
+"""Other names of Adam, with two states of the size of a parameter."""
+_SMALLER = (
+    "lion",
+    "4bit",
+    "fp8",
+    "galore",
+    "apollo",
+    "lomo",
+    "badam",
+    "adam-mini",
+    "adam_mini",
+    "came",
+    "rmsprop",
+)
+"""Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +121,14 @@ def read_file_run(reference: str) -> DescribedRun | None:
     return run
 
 
-def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
+def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> FileRun:
     """Return a described run as inputs of a plan.
 
     Args:
         run: As its file describes it.
         model: What to take for its model; None takes the size of the catalogue that its name stands for.
         where: The file, for messages.
+        ranks: Ranks that the plan is for.
 
     Raises:
         PlanError: The model is not known.
@@ -141,9 +158,14 @@ def file_run(run: DescribedRun, model: str | None, where: str) -> FileRun:
         options["pp"] = run.mesh.pp
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
-    if run.fsdp == "none" and (run.processes or 1) > 1 and run.method in (None, "full"):
+    if run.fsdp == "none" and ranks > 1 and run.method in (None, "full"):
         limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
-    return FileRun(recipe, _settings(run), cast("Options", options), tuple(limits))
+    if run.fsdp is None and ranks > 1:
+        limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
+    if run.micro_batch is None:
+        limits.append(PlanLimit("the micro-batch, which is left open: 1 is planned", "more"))
+    settings = _suited(_settings(run), run, ranks)
+    return FileRun(recipe, settings, cast("Options", options), tuple(limits))
 
 
 def _offered(recipe: Recipe) -> bool:
@@ -272,16 +294,19 @@ def _batch(run: DescribedRun) -> Batch:
 
 
 def _optimizer(run: DescribedRun, limits: list[PlanLimit]) -> Optimizer:
-    name = (run.optimizer or "adamw").rpartition(".")[2].lower()
-    paged = name.startswith("paged_")
-    known = _OPTIMIZERS.get(name.removeprefix("paged_").removesuffix("_32bit"))
-    if paged:
+    if run.optimizer is None:
+        limits.append(PlanLimit("the optimizer, which is left open: AdamW is planned", None))
+        return Optimizer()
+    name = run.optimizer.rpartition(".")[2].lower()
+    if "paged" in name:
         limits.append(PlanLimit(f"{run.optimizer}: states that can move to host memory", "less"))
-    if known is None and "adam" in name:
-        known = ("adamw8bit" if run.optimizer_state_bits == 8 else "adamw", "auto")
+        name = re.sub(r"[-_]?paged[-_]?", "", name)
+    known = _OPTIMIZERS.get(name)
     if known is None:
-        limits.append(PlanLimit(f"optimizer {run.optimizer}: AdamW is planned", "less"))
-        known = ("adamw8bit" if run.optimizer_state_bits == 8 else "adamw", "auto")
+        known = "adamw8bit" if run.optimizer_state_bits == 8 else "adamw", "auto"
+        if _ADAM.fullmatch(name) is None:
+            side: Side | None = "less" if any(word in name for word in _SMALLER) else None
+            limits.append(PlanLimit(f"optimizer {run.optimizer}: AdamW is planned", side))
     return Optimizer(name=cast("Any", known[0]), implementation=cast("Any", known[1]))
 
 
@@ -297,8 +322,8 @@ def _sharding(run: DescribedRun) -> Sharding:
     )
 
 
-def suited_to(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettings:
-    """Return the settings on a number of ranks that the command line gives instead of the file.
+def _suited(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettings:
+    """Return the settings on the ranks that the plan is for.
 
     Without FSDP every rank that shares no work holds a copy. With it the ranks that are left share one.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.file_run import file_run, read_file_run, suited_to
+from fsdptool.planning.file_run import file_run, read_file_run
 from fsdptool.planning.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
@@ -157,24 +157,34 @@ def _from_file(
                 f"{reference} describes a whole run: --{name} would describe another",
                 help=f"leave --{name} out, or give the model instead of the file",
             )
-    made = file_run(run, options.get("model"), reference)
-    settings = made.settings
-    ranks = _ranks(options, run, reference)
-    if ranks is not None:
-        settings = suited_to(settings, run, ranks)
+    made = file_run(run, options.get("model"), reference, _ranks(options, run, reference))
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
-    merged = {**made.options, **own, "recipe": made.recipe, "config": settings}
+    merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
     return run, cast("Options", merged), made.limits
 
 
-def _ranks(options: Options, run: DescribedRun, where: str) -> int | None:
-    """Return the ranks of a described run; None where cluster files say it.
+def _ranks(options: Options, run: DescribedRun, where: str) -> int:
+    """Return the ranks that a described run is planned for.
 
     Raises:
-        PlanError: Neither the file nor an option says how many ranks share the model.
+        PlanError: Neither the file nor an option says how many ranks share the model, or clusters differ in
+            size for a run whose ranks hold a copy each.
     """
-    if options.get("clusters"):
-        return None
+    clusters = options.get("clusters")
+    if clusters:
+        gpus_file = _path(options.get("gpus_file"))
+        sizes = [
+            (
+                item if isinstance(item, Cluster) else read_cluster(Path(item), gpus_file=gpus_file).cluster
+            ).world_size
+            for item in clusters
+        ]
+        if run.fsdp == "none" and len(set(sizes)) > 1:
+            raise PlanError(
+                f"{where} does not use FSDP, and the clusters have different numbers of GPUs",
+                help="plan one cluster at a time",
+            )
+        return sizes[0]
     if "gpus" in options or "nodes" in options:
         return (options.get("gpus") or 1) * (options.get("nodes") or 1)
     if run.processes is None and run.fsdp in (1, 2):

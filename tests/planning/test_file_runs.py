@@ -292,3 +292,45 @@ def test_pictures_whose_sides_vary_are_planned_as_the_largest_square(tmp_path: P
     assert (batch.micro_batch, batch.height, batch.width) == (2, 768, 768)
     assert inputs.recipe.ema.decay is not None
     assert inputs.limits == ()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bound"),
+    [
+        ("lion_8bit", "upper"),
+        ("prodigy", "open"),
+        ("adamw_torch_4bit", "upper"),
+        ("adamw_torch_fused", "exact"),
+    ],
+)
+def test_an_optimizer_that_is_not_known_is_a_bound_only_where_its_states_are_smaller(
+    optimizer: str, bound: str, model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(AXOLOTL.replace("adamw_torch_fused", optimizer))
+    inputs = read_request(Options(reference=str(path), model=model, gpu="H100-80GB-SXM", gpus=2)).inputs
+    assert bound_of(inputs.limits) == bound
+
+
+def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_path: Path) -> None:
+    """Also where cluster files say them, and not the file or an option."""
+    path = tmp_path / "train.yaml"
+    path.write_text(LLAMA_FACTORY)
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    for file, count in ((one, 1), (two, 2)):
+        file.write_text(f"gpu: H100-80GB-SXM\ngpus_per_node: {count}\n")
+    for given, copies in ({"clusters": [two]}, 2), ({"gpu": "H100-80GB-SXM", "gpus": 1}, 1):
+        inputs = read_request(cast("Options", {"reference": str(path), "model": model, **given})).inputs
+        assert (inputs.settings.mesh.dp_replicate, inputs.settings.mesh.dp_shard) == (copies, 1)
+        assert ["buckets" in limit.what for limit in inputs.limits] == [True] * (copies > 1)
+    with pytest.raises(PlanError, match="different numbers of GPUs"):
+        read_request(Options(reference=str(path), model=model, clusters=[one, two]))
+
+
+def test_sharding_that_nothing_says_leaves_no_certain_verdict(model: str) -> None:
+    from fsdptool.cli.plan import described_words
+
+    line = "accelerate launch --config_file nowhere.yaml --num_processes 2 sft.py --model_name_or_path gpt2"
+    run_open = described_words([*line.split(), "--dataset_name", "d", "--output_dir", "o"])
+    options = Options(model=model, gpu="H100-80GB-SXM", gpus=2)
+    assert bound_of(read_request(options, run_open).inputs.limits) == "open"

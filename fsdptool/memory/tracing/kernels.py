@@ -28,17 +28,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def _attending(flash: bool) -> Callable[..., torch.Tensor]:
     """Return what routes attention: a function, because Dynamo does not follow ``functools.partial`` here."""
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, flash=flash)
+    def attend(*args: Any, **options: Any) -> torch.Tensor:
+        return _attend(*args, flash=flash, **options)
 
     return attend
 
