@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -245,8 +246,26 @@ def _start(module: str, device: DeviceType, processes: int, folder: Path, second
         return f"no result within {seconds:.0f} s"
     if done.returncode == 0:
         return None
-    errors = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
-    return errors[0] if errors else f"exit status {done.returncode}"
+    return _reason(done.stderr) or f"exit status {done.returncode}"
+
+
+_REASONS = (
+    re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b(?!: *$).*)"),
+    re.compile(r"^ *what\(\): *(.+)"),
+    # torchrun ends the other workers with SIGTERM.
+    re.compile(r"^ *traceback *: (Signal (?!15 )\d+ .*)"),
+)
+"""What an exception of Python, one of C++ and a signal look like in the output of torchrun and its workers."""
+
+
+def _reason(output: str) -> str | None:
+    """Return why a worker ended: what it said itself before what torchrun says of it."""
+    lines = [line for line in output.splitlines() if "ChildFailedError" not in line]
+    for pattern in _REASONS:
+        for line in lines:
+            if match := pattern.match(line):
+                return match[1].strip()
+    return None
 
 
 def _probe(device: DeviceType, processes: int) -> Probe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 def problem(words: list[str]) -> str | None:
     """Return what is wrong with a command line, or None."""
     command: Any = typer.main.get_command(build_app())
-    rest = words[1:]
+    # What follows the two dashes is another program's command line.
+    rest = list(takewhile(lambda word: word != "--", words[1:]))
     while rest and getattr(command, "commands", {}).get(rest[0]):
         command, rest = command.commands[rest[0]], rest[1:]
     if (not rest and command.name == "fsdptool") or rest[:1] in (["--install-completion"], ["--version"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from jsonschema import Draft202012Validator
 
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
+from fsdptool.launch import doctor
 
 
 def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +51,22 @@ def test_a_rehearsal_measures_everything_and_calibrates_nothing(
     assert all(row["seconds"] > 0 for row in (*ranks["products"], *ranks["copies"], *ranks["collectives"]))
     assert run(["calibrate", "--measured", str(path)]) == 2
     assert "is a rehearsal on the CPU" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("import os; os.abort()", "Signal 6 (SIGABRT) received by PID "),
+        ("raise ValueError('no such place')", "ValueError: no such place"),
+    ],
+)
+def test_a_worker_that_ends_is_named_by_its_own_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, reason: str
+) -> None:
+    (tmp_path / "failing_worker.py").write_text(fails, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    answer = doctor._start("failing_worker", "cpu", 2, tmp_path, 120.0)
+    assert answer is not None
+    assert answer.startswith(reason)
