@@ -255,7 +255,7 @@ _REASONS = (
     # torchrun ends the other workers with SIGTERM.
     re.compile(r"^ *traceback *: (Signal (?!15 )\d+ .*)"),
 )
-"""What an exception of Python, one of C++ and a signal look like in the output of torchrun and its workers."""
+"""What exceptions of Python and C++ and signals look like in the output of torchrun and its workers."""
 
 
 def _reason(output: str) -> str | None:
