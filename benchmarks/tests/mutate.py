@@ -14,23 +14,18 @@ import argparse
 import ast
 import copy
 import json
-import os
 import random
-import re
-import subprocess
-import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from checkout_copy import ROOT, copy_checkout, failing_test, replaced
+
 PACKAGES = ("memory", "config", "planning", "distributed", "training")
 FOLDERS = {"distributed": "training"}
 """Folders of tests whose name is not the package's."""
-TIMEOUT = 900
 
 _OPERATORS: dict[type[ast.AST], type[Any]] = {
     ast.Lt: ast.LtE,
@@ -164,42 +159,11 @@ def judge(fault: Fault, folder: Path, marks: str) -> str:
     """Plant a fault in a copy of the checkout; return the test that notices it, or an empty text."""
     path = folder / fault.module
     whole = path.read_bytes()
-    path.write_bytes(whole[: fault.start] + fault.planted.encode() + whole[fault.end :])
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'plugins'}"}
-    try:
+    with replaced(path, whole[: fault.start] + fault.planted.encode() + whole[fault.end :]):
         for files in tests_of(fault):
-            if not files:
-                continue
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                marks,
-                *files,
-            ]
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=folder,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=TIMEOUT,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return "timeout"
-            if done.returncode not in (0, 5):  # 5: the marks left no test
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                return failed[1] if failed else f"exit status {done.returncode}"
-        return ""
-    finally:
-        path.write_bytes(whole)
+            if files and (failed := failing_test(folder, ["-m", marks, *files])):
+                return failed
+    return ""
 
 
 def main() -> None:
@@ -218,11 +182,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         folder = Path(name)
-        archive = folder / "checkout.tar"
-        subprocess.run(["git", "-C", ROOT, "archive", "-o", archive, "HEAD"], check=True)
-        with tarfile.open(archive) as stream:
-            stream.extractall(folder, filter="data")
-        archive.unlink()
+        copy_checkout(folder)
         caught = 0
         with options.output.open("a", encoding="utf-8") as output:
             for number, fault in enumerate(chosen, 1):

@@ -256,10 +256,17 @@ def driver_gpus() -> tuple[str, ...]:
 
 
 def gpu_name() -> str | None:
-    """Return the name of the first GPU of this machine, or None if nothing tells it.
+    """Return the name of the first GPU that this process may use, or None if nothing tells it.
 
-    NVIDIA's files tell it for nothing; torch would open a context, which costs this process half a GiB of
-    the GPU as long as it lives.
+    NVIDIA's files tell it for nothing where all GPUs are alike; torch would open a context, which costs this
+    process half a GiB of the GPU as long as it lives.
     """
-    names = driver_gpus() or tuple(gpu.name for gpu in list_gpus())
+    names = driver_gpus()
+    if len(set(names)) != 1:
+        names = tuple(gpu.name for gpu in list_gpus()) or names
+    if len(set(names)) > 1 and (ids := visible_ids()):
+        first = uuid_of(ids[0])
+        for gpu in list_gpus():
+            if first in (gpu.uuid, *gpu.instances):
+                return gpu.name
     return names[0] if names else None

@@ -49,13 +49,15 @@ def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]
         with_probe: Start two processes on the CPU, and up to two on GPUs, and really shard (several seconds).
     """
     diagnostics: list[Diagnostic] = [*untested_versions()]
-    devices = _devices(diagnostics)
     probes: list[Probe] = []
     if with_probe:
+        # Before this process looks at the devices, which opens a context on each of them.
         probes = [_probe("cpu", 2)]
-        if devices:
+        if gpus := count_gpus():
             # One GPU shows whether CUDA, NCCL and the kernels work, if not whether ranks reach each other.
-            probes.append(_probe("cuda", min(len(devices), 2)))
+            probes.append(_probe("cuda", min(gpus, 2)))
+    devices = _devices(diagnostics)
+    if probes:
         for probe in probes:
             if not probe.ok:
                 diagnostics.append(

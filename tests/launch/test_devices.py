@@ -108,6 +108,31 @@ def test_the_first_visible_gpus_are_those_of_the_ranks(node: Node, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        (None, "NVIDIA A100-SXM4-80GB"),
+        ("1,0", "NVIDIA T4"),
+        ("GPU-bbbb", "NVIDIA T4"),
+        ("MIG-cccc", "NVIDIA L4"),
+        ("7", "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_machine_of_several_kinds_is_named_by_its_first_visible_gpu(
+    node: Node, monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setattr(devices, "count_gpus", lambda: 3)
+    if visible is not None:
+        monkeypatch.setenv(devices.VISIBLE, visible)
+    node.show(
+        "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aaaa)\n"
+        "GPU 1: NVIDIA T4 (UUID: GPU-bbbb)\n"
+        "GPU 2: NVIDIA L4 (UUID: GPU-dddd)\n  MIG 1g.5gb Device 0: (UUID: MIG-cccc)\n"
+    )
+    assert devices.gpu_name() == name
+
+
+@pytest.mark.parametrize(
     ("driver", "built", "said"),
     [
         (Driver.NVIDIA, "the CPU only", r"NVIDIA GPUs, and torch \S+ is built for the CPU only: .* for CUDA"),

@@ -70,6 +70,7 @@ CASES: dict[CompileReason, list[_Case]] = {
         ("llama", {"sharding": Sharding(compile=True)}, {"use_cpu": True}, {}),
         ("llama", {"sharding": Sharding(compile=True)}, {}, {"loop": TORCHTITAN}),
         ("mixtral", {"sharding": Sharding(compile=True)}, {}, {}),
+        ("llama", {"sharding": Sharding(compile=True)}, {"mesh": ParallelDims(dp_shard=2, tp=2)}, {}),
     ],
     CompileReason.DECLINED: [("llama", {"sharding": Sharding(compile=False)}, {}, {})],
     CompileReason.CPU: [("llama", {}, {"use_cpu": True}, {})],

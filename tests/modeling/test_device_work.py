@@ -10,13 +10,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdptool_diffusion.objectives import Epsilon
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptool.distributed.proof import _checksum
 from fsdptool.modeling.expert_parallel import _counted
 from fsdptool.modeling.methods import quantised_formats
 
 READ_BY_THE_HOST = {"_local_scalar_dense", "bincount", "nonzero", "_unique2"}
 """Operators after which the host waits for a GPU (torch 2.13)."""
+
+
+class Reads(TorchFunctionMode):
+    """Counts tensors that are copied to the host, or read there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        readers = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item)
+        self.count += function in (*readers, torch.Tensor.__int__)
+        return function(*args, **(kwargs or {}))
 
 
 class Seen(TorchDispatchMode):
@@ -69,3 +84,16 @@ def test_tokens_of_experts_are_counted_where_they_are(alone: dist.ProcessGroup) 
     assert (sent, came) == ([6], [6])
     assert local.tolist() == [0, 0, 1, 3, 3, 3]
     assert not READ_BY_THE_HOST & set(seen.names)
+
+
+def test_replicas_are_compared_where_they_are() -> None:
+    """A sum of each shard is read by the host, all at once; a changed or moved value changes its sum."""
+    shards = [torch.randn(3, 5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    with Reads() as reads:
+        before = _checksum(shards)
+    assert reads.count == 1
+    for place, shard in enumerate(shards):
+        changed = shard.clone()
+        changed[2, 4] += 1
+        for other in (changed, shard.roll(1, 0)):
+            assert _checksum([*shards[:place], other, *shards[place + 1 :]]) != before

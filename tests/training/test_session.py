@@ -11,7 +11,7 @@ import session_cases as cases
 import torch
 from pool import Pool
 
-from fsdptool.distributed import devices, session
+from fsdptool.distributed import devices, rendezvous, session
 from fsdptool.distributed.devices import Driver
 from fsdptool.errors import ConfigError
 from fsdptool.records.sharding import FsdpSettings
@@ -56,6 +56,18 @@ def test_ranks_wait_for_work_that_takes_longer_than_a_collective_may(pool: Pool)
 def test_ranks_do_not_wait_for_work_that_does_not_get_on(pool: Pool) -> None:
     first, second = pool.run(cases.wait_long, 2, False)
     assert first == second == "no rank has reported progress for 1 s"
+
+
+@pytest.mark.parametrize(("ranks", "value"), [(256, None), (257, "1")])
+def test_many_ranks_connect_when_they_first_speak(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, value: str | None
+) -> None:
+    name = "TORCH_GLOO_LAZY_INIT"
+    # Set first, so that it is taken away again afterwards.
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    rendezvous._allow_connections(ranks)
+    assert os.environ.get(name) == value
 
 
 def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
