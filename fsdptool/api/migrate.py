@@ -27,23 +27,24 @@ def migrate(
 
     Args:
         files: A file or a folder, or several. Of a folder, files that are not configurations are left out.
-        to: Dialect to write (``accelerate``, ``trainer``, ...); None is FSDP2 in each file's own.
+        to: Dialect to write (``accelerate``, ``trainer``, ...), or program to write the whole run for
+            (``axolotl``, ``trl``, ...); None is FSDP2 in each file's own.
         dialect: Force the dialect instead of detecting it from the content.
         write: Replace the files that changed, comments kept. Not with another dialect.
 
     Returns:
-        Per file, the text ``before`` and ``after``, whether it ``changed``, notes, and why one was refused.
+        Per file, the text ``before`` and ``after``, whether it ``changed``, notes, the ``losses`` of a whole
+        run (what has no counterpart in the other program), and why one was refused.
 
     Raises:
         ConfigError: A dialect is not known, or a folder holds no configuration.
         StorageError: A file cannot be written, or changed meanwhile.
     """
-    from fsdptool.config.dialects import load_registry
-    from fsdptool.config.migrate import migrated_or_refused
+    from fsdptool.config.migrate import check_target, migrated_or_refused
     from fsdptool.files.text import replace_file
 
     if to is not None:
-        load_registry().get(to)
+        check_target(to)
     paths = [files] if isinstance(files, str | PathLike) else list(files)
     results = []
     for path, named in expand(map(Path, paths)).items():

@@ -1,8 +1,9 @@
-"""``fsdptool migrate``: FSDP1 to FSDP2 in any dialect, and one dialect to another."""
+"""``fsdptool migrate``: FSDP1 to FSDP2 in any dialect, and one dialect or program to another."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from fsdptool.cli.options import (
     IsolatedOption,
     SkipUnknownOption,
     answer_line,
+    check_free,
     complain,
     print_document,
     say,
@@ -26,12 +28,16 @@ from fsdptool.errors import ConfigError, ExitCode, StorageError
 if TYPE_CHECKING:
     from fsdptool.api.validate import Linter
     from fsdptool.config.migrate import Migrated
+    from fsdptool.records.config_documents import Loss
 
 
 def command(
     files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
     to: Annotated[
-        str | None, typer.Option(help="Write another dialect: accelerate, trainer, axolotl, flags, env, ...")
+        str | None,
+        typer.Option(
+            help="Write for another program (axolotl, trl, ...) or in a dialect (accelerate, env, ...)."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write, instead of changing the input.")
@@ -49,17 +55,18 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Convert FSDP1 files to FSDP2 (in place, keeping comments), or to another dialect."""
+    """Convert FSDP1 files to FSDP2 (in place, keeping comments), or files for another program."""
     from fsdptool.api.validate import Linter
-    from fsdptool.config.dialects import load_registry
-    from fsdptool.config.migrate import migration_document
+    from fsdptool.config.migrate import check_target, migration_document
 
     if to is not None:
-        load_registry().get(to)
+        check_target(to)
     linter = Linter(exclude=exclude, skip_unknown=skip_unknown, isolated=isolated)
     results = _migrate(files, to, dialect, linter, check)
     if output is not None and len(results) > 1:
         raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
+    if output is None and format is Format.TEXT and any(result.beside for result in results):
+        raise ConfigError(f"--to {to} writes two files", help="name the first: -o FILE")
     if format is Format.JSON:
         print_document(migration_document(results))
     refused = [result for result in results if result.refusal is not None]
@@ -120,11 +127,18 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
 
     for note in result.notes:
         say(f"note: {result.path}: {note}")
+    for line in _lost(result.losses):
+        say(f"lost: {line}")
     if result.after is None:
         return True
     if output is not None:
-        write_file(output, result.after, force=force)
-        say(f"wrote {output}")
+        named = {output: result.after}
+        named |= {output.with_name(output.stem + suffix): text for suffix, text in result.beside.items()}
+        for path in named:
+            check_free(path, force=force)
+        for path, text in named.items():
+            write_file(path, text, force=force)
+            say(f"wrote {path}")
     elif str(result.path) == "-" or (to is not None and to != result.dialect):
         if format is Format.TEXT:
             sys.stdout.write(result.after)
@@ -138,3 +152,15 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
     else:
         say(f"{result.path} is already up to date")
     return True
+
+
+def _lost(losses: Iterable[Loss]) -> Iterator[str]:
+    """Say what has no counterpart, and what the other program does instead; keys of one reason together."""
+    keys: dict[str, list[str]] = {}
+    for loss in losses:
+        if loss.value is None and loss.becomes is None:
+            keys.setdefault(loss.why, []).append(loss.name)
+        else:
+            yield f"{loss.name}: {loss.value or 'open'} becomes {loss.becomes or 'nothing'} ({loss.why})"
+    for why, names in keys.items():
+        yield f"{', '.join(names)} ({why})"

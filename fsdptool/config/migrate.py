@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import LAUNCH
-from fsdptool.config.dialects import load_registry
+from fsdptool.config.dialects import load_registry, run_writers
 from fsdptool.config.lint_settings import FindingSelector, selector_of
 from fsdptool.config.reader import disjoint, key_of, read_settings, try_fixes, withhold_refused
 from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.files.text import SourceText
+from fsdptool.files.text import SourceText, UnreadableError, read_source
+from fsdptool.records.config_documents import Loss
 from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import FsdpSettings
 
@@ -197,6 +198,8 @@ class Migrated:
         encoded: The bytes of the new text; a file of the same dialect keeps its byte-order mark.
         original: The bytes that were read.
         version: FSDP version that its program ran before, or None.
+        losses: Of a whole run: what has no counterpart in the program that it was written for.
+        beside: Texts of files that belong beside the new one, by what follows the stem of its name.
     """
 
     path: Path
@@ -209,6 +212,8 @@ class Migrated:
     encoded: bytes = field(default=b"", repr=False)
     original: bytes = field(default=b"", repr=False)
     version: int | None = None
+    losses: tuple[Loss, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def changed(self) -> bool:
@@ -228,7 +233,8 @@ def migrate_file(
 
     Args:
         path: The file.
-        to: Dialect to write, or None for FSDP2 in the file's own. One that is not known is a refusal.
+        to: Dialect or program to write, or None for FSDP2 in the file's own. One that is not known is a
+            refusal. The whole run is written where the file describes one and the program's runs are written.
         dialect: Its dialect, or None to detect it.
         source: The text, when it does not come from the file.
         files: Where the files that a command line names are looked for, as for ``read_settings``.
@@ -236,6 +242,9 @@ def migrate_file(
     Raises:
         ConfigError: ``dialect`` is not known.
     """
+    translated = _translated(path, to, dialect, source, files) if to in run_writers() else None
+    if translated is not None:
+        return translated
     reading = read_settings(source if source is not None else path, dialect=dialect, files=files)
     before = reading.source.text if reading.source is not None else ""
     if reading.dialect is None or reading.source is None:
@@ -254,6 +263,50 @@ def migrate_file(
     if to is None or to == reading.dialect:
         return _in_place(path, reading)
     return _across(path, reading, to)
+
+
+def check_target(to: str) -> None:
+    """Check that a dialect or a program can be written.
+
+    Raises:
+        ConfigError: It is not known; the help names those that are.
+    """
+    if to not in run_writers():
+        try:
+            load_registry().get(to)
+        except ConfigError as error:
+            names = sorted({*load_registry().names, *run_writers()})
+            raise ConfigError(error.message, help=f"choose one of: {', '.join(names)}") from error
+
+
+def _translated(
+    path: Path, to: str | None, dialect: str | None, source: SourceText | None, files: NamedFiles | None
+) -> Migrated | None:
+    """Return a whole run in the file of a program; None: only settings of FSDP are to be written."""
+    from fsdptool.config.described import describe_run
+    from fsdptool.config.translation import translate
+
+    assert to is not None
+    alone = to not in load_registry().names
+    before = ""
+    try:
+        source = source if source is not None else read_source(path)
+        before = source.text
+        run = describe_run(source, program=dialect, files=files)
+    except (UnreadableError, ConfigError) as error:
+        advice = error.help if isinstance(error, ConfigError) else None
+        return Migrated(path, None, before, None, error.message, advice) if alone else None
+    if run is None or run.model is None:
+        why = "the file describes no run of a program that is known here, with a model"
+        return Migrated(path, None, before, None, why) if alone else None
+    if run.program == to:
+        return Migrated(path, to, before, before, notes=("it is for that program",)) if alone else None
+    told = Migrated(path, run.program, before, None, notes=run.problems, original=source.encode())
+    try:
+        made = translate(run, to, header=(f"Written by fsdptool migrate from a file for {run.program}.",))
+    except ConfigError as error:
+        return replace(told, refusal=error.message, help=error.help)
+    return replace(told, after=made.text, encoded=made.text.encode(), losses=made.losses, beside=made.beside)
 
 
 def migrated_or_refused(path: Path, **arguments: Any) -> Migrated:
@@ -415,6 +468,8 @@ def migration_document(results: Iterable[Migrated]) -> dict[str, Any]:
             help=item.help,
             notes=item.notes,
             text=item.after,
+            losses=item.losses,
+            beside=item.beside,
         )
         for item in results
     )

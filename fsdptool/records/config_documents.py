@@ -118,6 +118,23 @@ class ValidationReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """What a program's file cannot say of a run that was described for another program.
+
+    Attributes:
+        name: Fact of the run (``mesh.tp``, ``learning.seed``), or key of the source.
+        value: What the source says; null for a key.
+        becomes: What the other program makes of it; null: it has nothing of that kind.
+        why: The reason.
+    """
+
+    name: str
+    value: str | None
+    becomes: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class MigratedFile:
     """One file's new text, or why it was refused.
 
@@ -129,6 +146,8 @@ class MigratedFile:
         help: What to do about a refusal, or null.
         notes: What else to know, such as settings that now belong on the launch command line.
         text: The new text, or null when it was refused.
+        losses: Of a whole run: what has no counterpart in the other program.
+        beside: Texts of files that belong beside the new one, by what follows the stem of its name.
     """
 
     path: str
@@ -138,6 +157,8 @@ class MigratedFile:
     help: str | None
     notes: tuple[str, ...]
     text: str | None
+    losses: tuple[Loss, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

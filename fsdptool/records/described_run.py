@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 ChangedThing = Literal["memory", "time", "numbers"]
@@ -57,11 +58,13 @@ class FileKeys:
         used: Keys that decide a fact of the run.
         no_effect: Keys that change neither memory nor speed, or that the program itself does not read.
         not_modelled: Keys that change the run in a way that no plan takes into account.
+        learning: Those of the keys above that :attr:`DescribedRun.learning` holds.
     """
 
     used: tuple[str, ...] = ()
     no_effect: tuple[str, ...] = ()
     not_modelled: tuple[UnmodelledKey, ...] = ()
+    learning: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class DescribedRun:
         mesh: Sizes of the device mesh.
         steps: Optimizer steps.
         epochs: Passes over the data set.
+        learning: What decides the learning and neither memory nor speed, under names that all programs share
+            (``learning_rate``, ``scheduler``, ``lora_alpha``, ``dataset``), with the program's defaults.
         keys: What becomes of every key of the file.
         defaults: What the file leaves out, with the program's values.
         notes: What else a reader of the file should know.
@@ -168,6 +173,7 @@ class DescribedRun:
     mesh: DescribedMesh = DescribedMesh()
     steps: int | None = None
     epochs: float | None = None
+    learning: Mapping[str, str | float | bool] = field(default_factory=dict)
     keys: FileKeys = FileKeys()
     defaults: tuple[TakenDefault, ...] = ()
     notes: tuple[str, ...] = ()

@@ -87,6 +87,13 @@ def layer_classes_of(family: str | None) -> tuple[str, ...]:
     return (named,) if named != flavour.model_class else ()
 
 
+def hub_id_of(family: str) -> str | None:
+    """Return the name on the Hub that a size of the catalogue was published under, or None."""
+    name, _, size = family.partition(":")
+    flavour = load_registry().get(name).flavours().get(size)
+    return flavour.hub_id if flavour is not None else None
+
+
 @cache
 def _known() -> dict[str, tuple[str, str]]:
     """Return the catalogue by plain names: the reference, and the hub id it was published under."""

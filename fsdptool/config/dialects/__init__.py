@@ -160,6 +160,12 @@ def run_formats() -> tuple[RunFormat, ...]:
     return (*able, *map(_run_format, _RUN_FORMATS))
 
 
+def run_writers() -> dict[str, RunFormat]:
+    """Return what writes whole runs, by the names of the programs."""
+    able = (item for item in run_formats() if type(item).write_run is not RunFormat.write_run)
+    return {item.name: item for item in able}
+
+
 def _run_format(place: str) -> RunFormat:
     module, _, name = place.partition(":")
     made: RunFormat = getattr(import_module(module), name)()

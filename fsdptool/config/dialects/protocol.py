@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.edits import Editor, NotEditableError, Rewriter
 from fsdptool.config.programs import Consumer, Program
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node
 from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveDtypes, Fix, IgnoredKey, Rule, Severity
@@ -20,6 +21,7 @@ from fsdptool.records.sharding import FsdpSettings
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.records.described_run import DescribedRun
 
 __all__ = [
@@ -67,6 +69,17 @@ class RunFormat(ABC):
             file: The keys, and what starts the program. A mistake in it is a problem of the result.
         """
         return None
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file that describes ``to.run``; a program that leaves this out is only read.
+
+        The file is read back by :meth:`describe`: facts that come out otherwise are told with the reasons
+        that :meth:`RunWriter.lose` gives.
+
+        Raises:
+            ConfigError: The program has no counterpart of such runs, or its runs are only read.
+        """
+        raise ConfigError(f"runs are not written for {self.name}")
 
 
 class Dialect(RunFormat):

@@ -49,6 +49,23 @@ _TRUE, _FALSE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """The key of something that decides what is learnt and neither memory nor speed.
+
+    Attributes:
+        key: The program's key, with dots between sections; a number is a place in a list. Empty: it has none.
+        default: What counts without the key, or a function of the run that returns it; None: nothing.
+        also: Further keys that are read, and not written.
+        words: The program's words by ours; empty: they are the same.
+    """
+
+    key: str
+    default: Any = None
+    also: tuple[str, ...] = ()
+    words: Mapping[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RunKeys:
     """The keys of a program's files, as far as :meth:`Dialect.describe` does not ask for them itself.
 
@@ -65,6 +82,7 @@ class RunKeys:
         numbers: Keys that change only what is learnt.
         unknown: What the program does with keys that it does not know; ``script``: they belong to the script
             that is run, whose source decides.
+        learning: The keys of :attr:`DescribedRun.learning`, by its names.
     """
 
     program: str
@@ -75,6 +93,7 @@ class RunKeys:
     time: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
     unknown: Literal["dropped", "refused", "script"] = "dropped"
+    learning: Mapping[str, Learned] = field(default_factory=dict)
 
 
 def names(text: str) -> frozenset[str]:
@@ -206,6 +225,7 @@ class RunReader:
         self.asked: set[str] = set()
         self.unread: set[str] = set()
         self.taken: dict[str, TakenDefault] = {}
+        self.learnt: dict[str, None] = {}
         self.notes: list[str] = []
         self.problems: list[str] = list(file.launch.problems)
 
@@ -333,14 +353,43 @@ class RunReader:
                 self.problems.append(f"{name}: {str(value)[:60]!r} is not a whole number")
                 facts[name] = None
         described = DescribedRun(self.keys.program, self.file.version or self.keys.version, **facts)
+        learning = self._learning(described)
         keys = self._told()
         return replace(
             described,
+            learning=learning,
             keys=keys,
             defaults=tuple(self.taken.values()),
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),
         )
+
+    def _learning(self, run: DescribedRun) -> dict[str, str | float | bool]:
+        """Return what decides the learning, with the program's defaults."""
+        found: dict[str, str | float | bool] = {}
+        for name, item in self.keys.learning.items():
+            value = None
+            for key in (item.key, *item.also):
+                value = _inside(self.data, key.split(".")) if key and value is None else value
+                if value is not None:
+                    self.learnt.setdefault(key if key in self.data else key.partition(".0.")[0])
+                    break
+            else:
+                value = item.default(run) if callable(item.default) else item.default
+            value = next((ours for ours, word in item.words.items() if word == value), value)
+            if isinstance(value, str) and (_VARIABLE.search(value) or value.lower() in ("none", "null", "")):
+                continue
+            number = _number(value) if isinstance(value, str) and name not in _TEXTS else value
+            if isinstance(number, str | float | int | bool):
+                found[name] = number
+        steps = found.get("warmup_steps")
+        if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share there
+            found["warmup_ratio"] = found.pop("warmup_steps")
+        if found.get("warmup_ratio") and not found.get("warmup_steps"):
+            found.pop("warmup_steps", None)
+        elif "warmup_steps" in found:
+            found.pop("warmup_ratio", None)
+        return found
 
     def _wrong(self, key: str, must: str, value: Any) -> None:
         self.problems.append(_must(key, must, value))
@@ -373,7 +422,8 @@ class RunReader:
                 self.notes.append(f"only the script knows what these do: {names}")
             else:
                 self.notes.append(f"{self.keys.program} {self.keys.version} drops unknown keys: {names}")
-        return FileKeys(tuple(self.used), tuple(no_effect), tuple(not_modelled))
+        learnt = tuple(key for key in self.learnt if key not in self.used)
+        return FileKeys(tuple(self.used), tuple(no_effect), tuple(not_modelled), learnt)
 
     def _unread(self, data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         """Yield the keys that nobody asked for; a section whose keys are known singly yields those."""
@@ -389,6 +439,33 @@ class RunReader:
     def _is_section(self, key: str) -> bool:
         known = (*self.used, *self.keys.defaults, *self.keys.memory, *self.keys.time, *self.keys.numbers)
         return any(name.startswith(f"{key}.") for name in (*known, *self.keys.no_effect))
+
+
+_TEXTS = frozenset({"dataset", "output", "scheduler"})
+"""What is learnt that a text says."""
+
+
+def _inside(data: Any, path: list[str]) -> Any:
+    """Return the value at a path of keys and places in lists, or None."""
+    for part in path:
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, list | tuple) and part.isdecimal() and int(part) < len(data):
+            data = data[int(part)]
+        else:
+            return None
+    return data
+
+
+def _number(text: str) -> str | float | bool:
+    """Return the number or the truth that a text stands for: ``2e-5`` is a text in YAML."""
+    if text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text) else value
 
 
 def _is_whole(value: float) -> bool:

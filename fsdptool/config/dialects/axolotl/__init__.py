@@ -33,6 +33,7 @@ from fsdptool.records.mesh import ParallelDims
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
     from fsdptool.config.dialects.run_reader import RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
@@ -114,6 +115,12 @@ class Axolotl(Dialect):
         from fsdptool.config.dialects.axolotl.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.axolotl.write import write
+
+        write(to, KEYS)
 
     def write(self, settings: FsdpSettings, header: tuple[str, ...] = ()) -> str:
         """Return the FSDP part of an axolotl file.

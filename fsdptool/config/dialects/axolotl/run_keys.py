@@ -5,7 +5,7 @@ Source: axolotl 0.19.0 (src/axolotl).
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 _LESS = """
     dpo_padding_free dpo_use_liger_kernel dpo_use_logits_to_keep flash_attn_cross_entropy
@@ -140,4 +140,24 @@ KEYS = RunKeys(
     numbers=names(_NUMBERS),
     no_effect=frozenset((*_NO_EFFECT.split(), *_BLOCK)),
     unknown="dropped",
+    learning={
+        "learning_rate": Learned("learning_rate"),
+        "weight_decay": Learned("weight_decay", 0.0),
+        "adam_beta1": Learned("adam_beta1", 0.9),
+        "adam_beta2": Learned("adam_beta2", 0.999),
+        "adam_epsilon": Learned("adam_epsilon", 1e-8),
+        "max_grad_norm": Learned("max_grad_norm", 1.0),
+        "scheduler": Learned("lr_scheduler", "cosine"),
+        "warmup_steps": Learned("warmup_steps"),
+        "warmup_ratio": Learned("warmup_ratio"),
+        "seed": Learned("seed", 42),
+        "neftune_noise_alpha": Learned("neftune_noise_alpha"),
+        "output": Learned("output_dir"),
+        "lora_alpha": Learned("lora_alpha"),
+        "preference_beta": Learned("rl_beta", also=("dpo_beta",)),
+        "completions": Learned("trl.num_generations"),
+        "completion_length": Learned("trl.max_completion_length"),
+        "dataset": Learned("datasets.0.path", also=("pretraining_dataset.0.path",)),
+        "trust_remote_code": Learned("trust_remote_code", False),
+    },
 )

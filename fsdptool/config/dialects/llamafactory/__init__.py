@@ -15,6 +15,7 @@ from fsdptool.files.tree import Entry, Node, to_python
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
@@ -60,6 +61,12 @@ class LlamaFactory(Trainer):
         from fsdptool.config.dialects.llamafactory.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.llamafactory.write import write
+
+        write(to)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

@@ -5,8 +5,8 @@ Source: LLaMA-Factory 0.9.5 ``hparams/*_args.py`` (v0) and ``v1/config/*_args.py
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
-from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
+from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, LEARNING, MEMORY, NO_EFFECT, NUMBERS, TIME
 
 _OWN = """
     template dataset eval_dataset dataset_dir media_dir train_on_prompt mask_history streaming
@@ -30,6 +30,7 @@ _OWN = """
     pissa_convert pissa_iter video_fps video_maxlen use_audio_in_video audio_sampling_rate
     image_min_pixels video_min_pixels image_do_pan_and_scan crop_to_patches mixture_of_depths
 """
+_PREFERENCES = ("dpo", "kto", "orpo", "simpo")
 KEYS = RunKeys(
     program="llamafactory",
     version="0.9.5",
@@ -71,6 +72,12 @@ KEYS = RunKeys(
 """),
     no_effect=NO_EFFECT | names(_OWN),
     unknown="refused",
+    learning={
+        **LEARNING,
+        "lora_alpha": Learned("lora_alpha", lambda run: 2 * run.lora_rank if run.lora_rank else None),
+        "preference_beta": Learned("pref_beta", lambda run: 0.1 if run.objective in _PREFERENCES else None),
+        "trust_remote_code": Learned("trust_remote_code", False),
+    },
 )
 
 V1 = RunKeys(
@@ -95,4 +102,11 @@ V1 = RunKeys(
     save_* logging_steps sample_backend max_new_tokens dist_config.dcp_path dist_config.name
 """),
     unknown="refused",
+    learning={
+        "learning_rate": Learned("learning_rate", 1e-4),
+        "max_grad_norm": Learned("max_grad_norm", 1.0),
+        "seed": Learned("seed", 42),
+        "output": Learned("output_dir"),
+        "lora_alpha": Learned("peft_config.lora_alpha"),
+    },
 )

@@ -111,6 +111,7 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     micro = read.whole("per_device_train_batch_size", "per_gpu_train_batch_size")
     accumulation = read.whole("gradient_accumulation_steps")
     compute = "bf16" if read.flag("bf16") else "fp16" if read.flag("fp16") else None
+    read.use("fp16")
     if compute is None:
         compute = dtype_word(launch.mixed_precision) or "fp32"
     sharding = fsdp(read, old=old)

@@ -6,7 +6,9 @@ hold.
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from collections.abc import Mapping
+
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 DEFAULTS = {
     "per_device_train_batch_size": (8, "transformers training_args.py:777"),
@@ -20,6 +22,22 @@ DEFAULTS = {
     "torch_compile": (False, "transformers training_args.py"),
     "use_liger_kernel": (False, "transformers training_args.py"),
 }
+
+LEARNING: Mapping[str, Learned] = {
+    "learning_rate": Learned("learning_rate", 5e-5),
+    "weight_decay": Learned("weight_decay", 0.0),
+    "adam_beta1": Learned("adam_beta1", 0.9),
+    "adam_beta2": Learned("adam_beta2", 0.999),
+    "adam_epsilon": Learned("adam_epsilon", 1e-8),
+    "max_grad_norm": Learned("max_grad_norm", 1.0),
+    "scheduler": Learned("lr_scheduler_type", "linear"),
+    "warmup_steps": Learned("warmup_steps", 0),
+    "warmup_ratio": Learned("warmup_ratio"),
+    "seed": Learned("seed", 42),
+    "neftune_noise_alpha": Learned("neftune_noise_alpha"),
+    "output": Learned("output_dir"),
+}
+"""What TrainingArguments say of the learning (transformers 5.24 ``training_args.py``)."""
 
 MEMORY = sides(
     less="optim_target_modules liger_kernel_config",
@@ -75,6 +93,7 @@ KEYS = RunKeys(
     eval_data_path train_dataset eval_dataset lazy_preprocess low_cpu_mem_usage use_auth_token
 """),
     unknown="script",
+    learning={**LEARNING, "dataset": Learned("dataset_name")},
 )
 OLD = "4.x"
 """Version of transformers to judge for where a file holds words that 5.x no longer has."""

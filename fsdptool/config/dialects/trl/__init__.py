@@ -25,6 +25,7 @@ from fsdptool.files.tree import Entry, Node, to_python
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
@@ -119,6 +120,12 @@ class Trl(Trainer):
         from fsdptool.config.dialects.trl.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.trl.write import write
+
+        write(to)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

@@ -56,7 +56,8 @@ def describe(file: RunFile) -> DescribedRun:
     _accelerate(read, facts)
     if read.flag("fp16"):
         facts["compute_dtype"] = "fp16"
-    base = dtype_word(read.value("dtype", "torch_dtype")) or "fp32"
+    named = read.value("dtype", "torch_dtype")
+    base = dtype_word(named) or ("checkpoint" if str(named) == "auto" else "fp32")
     four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
     adapter = read.flag("use_peft") or four or eight
     stored = base
@@ -113,6 +114,7 @@ def _quantisation(read: RunReader, base: str, old: bool) -> str:
     kind = read.text("bnb_4bit_quant_type") or "nf4"
     double = "double" if read.flag("use_bnb_nested_quant") else "no double"
     storage = read.text("bnb_4bit_quant_storage") or (base if old else "uint8")
+    storage = dtype_word(storage) or storage
     return f"bnb {kind}, {double} quantisation, storage {storage}"
 
 

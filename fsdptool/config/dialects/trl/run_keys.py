@@ -5,8 +5,8 @@ Source: TRL 1.16.0 ``trl/trainer/*_config.py``, ``trainer/model_config.py``, ``s
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
-from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
+from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, LEARNING, MEMORY, NO_EFFECT, NUMBERS, TIME
 
 _OWN = """
     model_revision lora_alpha lora_task_type dataset_name dataset_config dataset_train_split
@@ -26,6 +26,8 @@ _OWN = """
     sync_ref_model ref_model_mixup_alpha ref_model_sync_steps center_rewards_coefficient disable_dropout
     bnb_4bit_quant_type bnb_4bit_quant_storage ds3_gather_for_generation callbacks
 """
+_RATES = {"sft": 2e-5, "reward": 1e-4}
+"""Learning rates of ``trainer/*_config.py``; other trainers have 1e-6."""
 KEYS = RunKeys(
     program="trl",
     version="1.16.0",
@@ -59,6 +61,21 @@ KEYS = RunKeys(
     numbers=NUMBERS | frozenset({"use_rslora", "router_aux_loss_coef"}),
     no_effect=NO_EFFECT | names(_OWN),
     unknown="refused",
+    learning={
+        **LEARNING,
+        "learning_rate": Learned("learning_rate", lambda run: _RATES.get(run.objective or "", 1e-6)),
+        "warmup_steps": Learned("warmup_steps", 0),
+        "warmup_ratio": Learned("warmup_steps", also=("warmup_ratio",)),
+        "lora_alpha": Learned("lora_alpha", lambda run: 32 if run.lora_rank else None),
+        "preference_beta": Learned("beta", lambda run: 0.1 if run.objective in ("dpo", "kto") else None),
+        "completions": Learned("num_generations", lambda run: 8 if run.objective == "grpo" else None),
+        "completion_length": Learned(
+            "max_completion_length", lambda run: 512 if run.objective == "grpo" else None
+        ),
+        "prompt_length": Learned("", also=("max_prompt_length",)),
+        "dataset": Learned("dataset_name"),
+        "trust_remote_code": Learned("trust_remote_code", False),
+    },
 )
 OLD = "0.18.0"
 OLD_DEFAULTS = {

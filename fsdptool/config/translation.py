@@ -1,0 +1,168 @@
+"""A run that is described for one program, as the file of another.
+
+What is written is read back as the other program would read it. Every fact that comes out otherwise is told,
+with what the other program does instead, whatever a writer forgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+from fsdptool.config.described import describe_run
+from fsdptool.config.dialects import run_writers
+from fsdptool.config.dialects.protocol import RunFormat
+from fsdptool.config.dialects.run_writer import PLACEHOLDER, RunWriter, optimizer_word
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.formatting import printable
+from fsdptool.records.config_documents import Loss
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+_TOLD = frozenset({"program", "program_version", "keys", "defaults", "notes", "problems", "mesh", "learning"})
+"""Members of a described run that are no facts, or that are compared one by one."""
+_OPEN = frozenset({"sequence_length", "micro_batch", "accumulation", "lora_dropout"})
+"""Facts that matter also where the source leaves them open and the other program does not."""
+_SAME_ATTENTION = {"flex": "flex_attention"}
+_UNKNOWN = "no key of the file says so"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A run as another program's file.
+
+    Attributes:
+        program: The program that the file is for.
+        text: The file.
+        losses: What has no counterpart there.
+        beside: Texts of files that belong beside it, by what follows the stem of its name.
+        run: The run that the file describes.
+    """
+
+    program: str
+    text: str = field(repr=False)
+    losses: tuple[Loss, ...]
+    beside: dict[str, str] = field(repr=False)
+    run: DescribedRun
+
+
+def translate(run: DescribedRun, to: str, *, header: tuple[str, ...] = ()) -> Translation:
+    """Return a run as the file of a program, and what has no counterpart there.
+
+    Args:
+        run: The run, as its own program's file describes it.
+        to: Name of the program.
+        header: Comment lines (without ``#``) to put first.
+
+    Raises:
+        ConfigError: The program's files are not written, or it has no counterpart of such runs.
+    """
+    form = writer_of(to)
+    writer = RunWriter(run, to)
+    form.write_run(writer)
+    text = writer.rendered(tuple(map(printable, header)))
+    back = _read_back(text, form, writer)
+    losses = (*_facts(run, back, writer), *_learning(run, back, writer), *_keys(run))
+    return Translation(to, text, losses, writer.beside, back)
+
+
+def writer_of(program: str) -> RunFormat:
+    """Return what writes runs of a program.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    known = run_writers()
+    if program not in known:
+        raise ConfigError(
+            f"runs are not written for {program}", help=f"choose one of: {', '.join(sorted(known))}"
+        )
+    return known[program]
+
+
+def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
+    back = describe_run(SourceText(text), program=form.name)
+    if back is None:  # pragma: no cover
+        raise ConfigError(f"what was written for {form.name} is not read back")
+    return back
+
+
+def _facts(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Iterator[Loss]:
+    for name, wanted, got in differing(run, back):
+        yield Loss(name, _shown(wanted), _shown(got), writer.cannot.get(name, _UNKNOWN))
+
+
+def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, object, object]]:
+    """Yield the facts that two descriptions differ in: the name, and both values.
+
+    Facts that the first leaves open do not count, but for those of :data:`_OPEN`.
+    """
+    for item in fields(DescribedRun):
+        name = item.name
+        if name in _TOLD:
+            continue
+        wanted, got = getattr(run, name), getattr(back, name)
+        if not _same(name, wanted, got):
+            yield name, wanted, got
+    for item in fields(DescribedMesh):
+        sizes = getattr(run.mesh, item.name), getattr(back.mesh, item.name)
+        if not _same_size(item.name, run, *sizes):
+            yield f"mesh.{item.name}", *sizes
+
+
+def _same(name: str, wanted: object, got: object) -> bool:
+    if wanted == got:
+        return True
+    if wanted is False and got is None:
+        return True
+    if name == "lora_dropout" and {wanted, got} == {None, 0.0}:
+        return True
+    if wanted is None or wanted == ():
+        return name not in _OPEN
+    if name == "optimizer":
+        return optimizer_word(str(wanted)) == optimizer_word(str(got))
+    if name in ("base_dtype", "stored_dtype", "reduce_dtype"):
+        # The checkpoints of models are stored in 16 bits, where nothing else is known of them.
+        return {wanted, got} == {"checkpoint", "bf16"}
+    if name == "attention":
+        return _SAME_ATTENTION.get(str(wanted), wanted) == _SAME_ATTENTION.get(str(got), got)
+    if name == "optimizer_state_bits":
+        return got is None and wanted == 16  # the states follow weights whose dtype is the checkpoint's
+    return False
+
+
+def _same_size(name: str, run: DescribedRun, wanted: int | None, got: int | None) -> bool:
+    if name.startswith("dp_") and (run.fsdp == "none" or wanted is None):
+        return True  # every rank holds a copy, or the file leaves it to the launch
+    left = -1 if name == "dp_shard" else 1
+    return (left if wanted is None else wanted) == (left if got is None else got)
+
+
+def _learning(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Iterator[Loss]:
+    for name, value in run.learning.items():
+        got = back.learning.get(name)
+        told = f"learning.{name}"
+        if got != value or (name == "dataset" and told in writer.cannot):
+            if value in (False, 0) and got is None:
+                continue
+            yield Loss(told, _shown(value), _shown(got), writer.cannot.get(told, _UNKNOWN))
+    if "dataset" not in run.learning and back.learning.get("dataset") == PLACEHOLDER:
+        yield Loss("learning.dataset", None, PLACEHOLDER, writer.cannot["learning.dataset"])
+
+
+def _keys(run: DescribedRun) -> Iterator[Loss]:
+    """Yield the keys of the source that no plan takes into account, and that are not carried over."""
+    for item in run.keys.not_modelled:
+        if item.key not in run.keys.learning:
+            yield Loss(item.key, None, None, f"changes {item.changes}, and is not translated")
+    for key in run.keys.no_effect:
+        if key not in run.keys.learning:
+            yield Loss(key, None, None, "changes neither memory nor speed, and is not translated")
+
+
+def _shown(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,274 @@
+"""Whole runs in the files of other programs: what is written is read back, and what is lost is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_corpus as corpus
+
+import fsdptool
+from fsdptool.cli.app import run
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.config.dialects import run_writers
+from fsdptool.config.translation import Translation, translate
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
+
+TARGETS = sorted(run_writers())
+FACTS = [
+    item.name
+    for item in fields(DescribedRun)
+    if item.name
+    not in ("program", "program_version", "mesh", "learning", "keys", "defaults", "notes", "problems")
+]
+SAME: dict[str, Any] = {
+    "adamw_torch_fused": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw": "adamw",
+    "adam": "adamw", "adamw_bnb_8bit": "adamw8bit", "adamw8bit": "adamw8bit", "adamw_8bit": "adamw8bit",
+    "pagedadamw": "paged_adamw_32bit", "checkpoint": "bf16", "flex": "flex_attention",
+}  # fmt: skip
+"""Words of programs for one thing; checkpoints are stored in 16 bits unless their names say more."""
+
+
+def described(text: str) -> DescribedRun:
+    """Return the run of a text, which is one."""
+    found = describe_run(SourceText(text))
+    assert found is not None
+    return found
+
+
+def unlike(run: DescribedRun, made: Translation) -> set[str]:
+    """Return the facts of a run that the written file does not say, compared without the tool's own help."""
+    found = set()
+    for name in FACTS:
+        wanted, got = getattr(run, name), getattr(made.run, name)
+        if wanted in (None, (), False) and name not in ("sequence_length", "micro_batch"):
+            continue  # the source leaves it open, or is without it
+        if name == "optimizer_state_bits" and got is None:
+            continue
+        if _plain(wanted) != _plain(got):
+            found.add(name)
+    for item in fields(DescribedMesh):
+        size = getattr(run.mesh, item.name)
+        if size is not None and size > 1 and size != getattr(made.run.mesh, item.name):
+            found.add(f"mesh.{item.name}")
+    return found | {f"learning.{k}" for k, v in run.learning.items() if v and made.run.learning.get(k) != v}
+
+
+def _plain(value: Any) -> Any:
+    return SAME.get(value.rpartition(".")[2].lower(), value) if isinstance(value, str) else value
+
+
+def check(run: DescribedRun, to: str) -> Translation | None:
+    """Translate a run: every fact is equal or told with a reason, and the program refuses nothing."""
+    try:
+        made = translate(run, to)
+    except ConfigError as error:
+        assert str(run.objective) in error.message or "model" in error.message, error.message
+        return None
+    told = {loss.name for loss in made.losses}
+    missing = unlike(run, made) - told
+    if run.fsdp == "none":
+        missing -= {"mesh.dp_replicate", "mesh.dp_shard"}  # every rank holds a copy
+    assert missing == set()
+    assert [loss for loss in made.losses if "no key of the file" in loss.why] == []
+    left = [problem for problem in made.run.problems if "variable" not in problem]
+    assert left == []
+    return made
+
+
+if corpus.folder() is not None:
+
+    @pytest.mark.parametrize("entry", corpus.entries(), ids=lambda entry: entry["file"])
+    def test_a_real_file_is_translated_or_its_losses_are_told(entry: dict[str, object]) -> None:
+        place = corpus.folder()
+        assert place is not None
+        try:
+            found = describe_path(place / str(entry["file"]))
+        except ConfigError:
+            assert "hugolamarrephd" in str(entry["file"])  # no YAML
+            return
+        assert found is not None
+        for to in TARGETS:
+            check(found, to)
+
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+adapter: qlora
+load_in_4bit: true
+lora_r: 24
+lora_alpha: 48
+lora_dropout: 0.1
+lora_target_modules: [q_proj, v_proj]
+lora_modules_to_save: [lm_head]
+datasets: [{path: tatsu-lab/alpaca, type: chat_template}]
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 3
+gradient_accumulation_steps: 5
+max_steps: 77
+num_epochs: 2
+optimizer: adamw_bnb_8bit
+learning_rate: 3e-4
+weight_decay: 0.02
+lr_scheduler: linear
+warmup_steps: 11
+max_grad_norm: 0.5
+seed: 7
+output_dir: out
+bf16: true
+attn_implementation: flash_attention_2
+gradient_checkpointing: true
+torch_compile: true
+plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_fused_linear_cross_entropy: true
+fsdp_version: 2
+fsdp_config:
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  reshard_after_forward: false
+  offload_params: true
+dp_replicate_size: 2
+dp_shard_size: 4
+context_parallel_size: 2
+tensor_parallel_size: 2
+"""
+FULL = """
+base_model: Qwen/Qwen3-8B
+datasets: [{path: trl-lib/ultrafeedback_binarized, type: chat_template.dpo}]
+rl: dpo
+rl_beta: 0.3
+sequence_len: 2048
+micro_batch_size: 1
+gradient_accumulation_steps: 2
+learning_rate: 1e-6
+bf16: true
+chunked_cross_entropy: true
+"""
+LLAMAFACTORY = """
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 12
+lora_alpha: 36
+lora_dropout: 0.05
+lora_target: all
+quantization_bit: 4
+double_quantization: false
+dataset: alpaca_en
+cutoff_len: 3072
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 3
+num_train_epochs: 2.0
+optim: paged_adamw_8bit
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+disable_gradient_checkpointing: true
+flash_attn: fa2
+enable_liger_kernel: true
+output_dir: out
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-8B
+dataset_name: trl-lib/Capybara
+dtype: bfloat16
+use_peft: true
+load_in_4bit: true
+use_bnb_nested_quant: true
+bnb_4bit_quant_storage: bfloat16
+lora_r: 20
+lora_alpha: 10
+lora_dropout: 0.2
+lora_target_modules: all-linear
+max_length: 1536
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+num_processes: 4
+num_train_epochs: 2
+max_steps: 9
+optim: adamw_torch_fused
+gradient_checkpointing: false
+activation_offloading: true
+attn_implementation: flash_attention_2
+learning_rate: 1.0e-4
+lr_scheduler_type: constant
+warmup_steps: 3
+output_dir: out
+"""
+OWN = {"axolotl": (AXOLOTL, FULL), "llamafactory": (LLAMAFACTORY,), "trl": (TRL,)}
+"""Files that set every fact their program has a word for, to other values than its defaults."""
+
+
+CASES = [(name, number) for name, texts in OWN.items() for number in range(len(texts))]
+
+
+@pytest.mark.parametrize(("program", "number"), CASES)
+def test_a_program_loses_nothing_of_its_own_files(program: str, number: int) -> None:
+    run_ = described(OWN[program][number])
+    assert run_.program == program
+    made = check(run_, program)
+    assert made is not None
+    assert made.losses == ()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize(("program", "number"), CASES)
+def test_what_another_program_cannot_say_is_told(program: str, number: int, to: str) -> None:
+    check(described(OWN[program][number]), to)
+
+
+def test_a_fact_that_a_writer_forgets_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdptool.config.dialects.run_writer import RunWriter
+
+    put = RunWriter.put
+    monkeypatch.setattr(RunWriter, "put", lambda to, key, value: key != "lora_r" and put(to, key, value))
+    losses = {loss.name: loss for loss in translate(described(AXOLOTL), "trl").losses}
+    assert (losses["lora_rank"].value, losses["lora_rank"].becomes) == ("24", "16")
+
+
+def test_defaults_of_the_source_are_written_out() -> None:
+    text = "base_model: Qwen/Qwen3-8B\ndatasets: [{path: a/b, type: alpaca}]\nlearning_rate: 1e-4\n"
+    made = translate(described(text), "trl")
+    run_ = made.run
+    assert (run_.micro_batch, run_.sequence_length, run_.gradient_checkpointing) == (1, 512, "none")
+    assert (run_.epochs, run_.learning["scheduler"], run_.stored_dtype) == (1.0, "cosine", "bf16")
+    assert run_.learning["dataset"] == "a/b"
+
+
+def test_migrate_writes_the_file_and_tells_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(AXOLOTL + "wandb_project: p\n", encoding="utf-8")
+    assert run(["migrate", "--to", "trl", "train.yaml", "-o", "trl.yaml"]) == 0
+    told = capsys.readouterr().err
+    assert "lost: mesh.tp: 2 becomes 1 (TrainingArguments hold no mesh)\n" in told
+    assert "lost: wandb_project (changes neither memory nor speed, and is not translated)\n" in told
+    found = describe_path("trl.yaml")
+    assert found is not None
+    assert (found.program, found.method, found.lora_rank) == ("trl", "qlora", 24)
+    before = Path("trl.yaml").read_bytes()
+    assert run(["migrate", "--to", "trl", "train.yaml", "-o", "trl.yaml"]) == 2
+    assert Path("trl.yaml").read_bytes() == before
+    capsys.readouterr()
+    assert run(["migrate", "--to", "llamafactory", "train.yaml", "--format", "json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["files"]
+    assert {loss["name"] for loss in answer["losses"]} >= {"mesh.cp", "lora_modules_to_save"}
+    (made,) = fsdptool.migrate("train.yaml", to="llamafactory")
+    assert made.after == answer["text"]
+
+
+def test_a_run_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 4\n", encoding="utf-8")
+    assert run(["migrate", "--to", "llamafactory", str(path)]) == 1
+    assert "llamafactory has no counterpart of a run with the objective grpo" in capsys.readouterr().err
