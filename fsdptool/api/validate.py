@@ -122,6 +122,7 @@ class Linter:
         select, ignore, exclude, baseline, skip_unknown, isolated: As for :func:`validate`.
         with_baseline: Whether a baseline counts.
         accepted: Number of findings that a baseline suppressed so far.
+        suffixes: Endings of the files that a folder stands for.
     """
 
     select: Iterable[str] | None = None
@@ -132,6 +133,7 @@ class Linter:
     isolated: bool = False
     with_baseline: bool = True
     accepted: int = 0
+    suffixes: tuple[str, ...] = (".yaml", ".yml", ".json", ".toml")
     _found: dict[Path, LintSettings] = field(default_factory=dict)
     _settings: dict[Path, LintSettings] = field(default_factory=dict)
     _baselines: dict[Path, Baseline] = field(default_factory=dict)
@@ -171,7 +173,7 @@ class Linter:
         every file of a commit.
         """
         chosen = [path for path in paths if str(path) == "-" or not self._is_passed_over(path)]
-        return expand(chosen, lambda path: self._settings_in(path.parent).excludes(path))
+        return expand(chosen, lambda path: self._settings_in(path.parent).excludes(path), self.suffixes)
 
     def _skips_unknown(self, path: Path) -> bool:
         return self.skip_unknown or self.settings(path).skip_unknown
@@ -338,16 +340,21 @@ def _sequence(anatomy: Anatomy) -> int | None:
     return min(2048, positions) if isinstance(positions, int) else 2048
 
 
-def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path: False) -> dict[Path, bool]:
+def expand(
+    paths: Iterable[Path],
+    excluded: Callable[[Path], bool] = lambda path: False,
+    suffixes: tuple[str, ...] = (".yaml", ".yml", ".json", ".toml"),
+) -> dict[Path, bool]:
     """Return the files to read, each once, and whether it was named itself (not found in a folder).
 
-    A folder stands for its YAML, JSON and TOML files; names that begin with a dot are skipped, as are
-    the folders of installed packages and of runs. A run folder that is named itself stands for the recipe
-    and the configuration that the run was started with.
+    A folder stands for its files of some kinds; names that begin with a dot are skipped, as are the folders
+    of installed packages and of runs. A run folder that is named itself stands for the recipe and the
+    configuration that the run was started with.
 
     Args:
         paths: Files and folders.
         excluded: Whether a file or a folder is left out, named or not.
+        suffixes: Endings of the files that a folder stands for.
 
     Raises:
         ConfigError: A folder holds no such file.
@@ -359,7 +366,7 @@ def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path
                 files[path] = True
             continue
         left_out: list[Path] = []
-        configurations = sorted(_configurations(path, excluded, left_out))
+        configurations = sorted(_configurations(path, excluded, left_out, suffixes))
         if not configurations and not left_out:
             raise ConfigError(f"there is no YAML, JSON or TOML file in {path}", help="name the files")
         for item in configurations:
@@ -367,7 +374,9 @@ def expand(paths: Iterable[Path], excluded: Callable[[Path], bool] = lambda path
     return files
 
 
-def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: list[Path]) -> Iterator[Path]:
+def _configurations(
+    folder: Path, excluded: Callable[[Path], bool], left_out: list[Path], suffixes: tuple[str, ...]
+) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         # Not entered at all: a repository's .git holds many times more files than the project.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]
@@ -382,7 +391,7 @@ def _configurations(folder: Path, excluded: Callable[[Path], bool], left_out: li
         left_out.extend(items[name] for name in out)
         folders[:] = [name for name in folders if name not in out]
         for name in names:
-            known = name.lower().endswith(_SUFFIXES) and not name.startswith(".") and name not in _PROJECT
+            known = name.lower().endswith(suffixes) and not name.startswith(".") and name not in _PROJECT
             if known and name not in out and is_file(items[name]) and _is_inside(items[name], folder):
                 yield items[name]
 
@@ -392,7 +401,6 @@ def _is_inside(path: Path, folder: Path) -> bool:
     return not path.is_symlink() or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 _PROJECT = ("pyproject.toml", "fsdptool.toml")
 _INSTALLED = ("node_modules", "site-packages")
 

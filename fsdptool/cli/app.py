@@ -42,6 +42,7 @@ _MODULES: dict[str, str] = {
     "init": "init",
     "families": "families",
     "explain": "explain",
+    "check": "check",
     "migrate": "migrate",
     "rule": "rule",
     "schema": "schema",

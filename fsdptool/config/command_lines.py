@@ -104,6 +104,10 @@ def _allowed(path: Path) -> bool:
     return allows is None or allows(path)
 
 
+def _on_disk(path: Path) -> SourceText | None:
+    return read_source(path) if path.is_file() else None
+
+
 @dataclass(frozen=True, slots=True)
 class NamedFiles:
     """Where the files that a text names are looked for, and which of them may be read.
@@ -111,10 +115,12 @@ class NamedFiles:
     Attributes:
         folders: What a relative name is relative to; the first folder that has the file counts.
         allowed: Whether a file may be read at all.
+        text: Returns the text of a file, or None where there is none.
     """
 
     folders: tuple[Path, ...] = (Path(),)
     allowed: Callable[[Path], bool] = _allowed
+    text: Callable[[Path], SourceText | None] = _on_disk
 
     def read(self, name: str) -> SourceText | str:
         """Return a file's text, or why it is not read.
@@ -128,15 +134,17 @@ class NamedFiles:
             return "is not a path in the project"
         if not name.lower().endswith(ENDINGS):
             return f"does not end in {', '.join(ENDINGS)}"
+        outside = False
         for folder in self.folders:
             path = folder / name
             try:
-                found = path.is_file()
+                if not self.allowed(path):
+                    outside = True
+                elif (found := self.text(path)) is not None:
+                    return found
             except (OSError, ValueError):
                 return "is not a path"
-            if found:
-                return read_source(path) if self.allowed(path) else "is outside the folders that may be read"
-        return "is not found"
+        return "is outside the folders that may be read" if outside else "is not found"
 
 
 def default_files(path: str | None) -> NamedFiles:

@@ -1,4 +1,4 @@
-"""A project's settings for ``validate``: rules that count (``[tool.fsdptool]``), findings that it accepts."""
+"""A project's settings (``[tool.fsdptool]``): findings that count, hardware of its training files."""
 
 from __future__ import annotations
 
@@ -27,6 +27,28 @@ _FILES = ("fsdptool.toml", "pyproject.toml")
 
 
 @dataclass(frozen=True, slots=True)
+class FileHardware:
+    """The hardware that some training files are for.
+
+    Attributes:
+        gpu: Name of the GPU, as ``--gpu`` takes it.
+        gpus: GPUs of a node; None leaves it to the file.
+        nodes: Number of nodes; None leaves it to the file.
+        host_memory: Host memory of a node, as ``512 GiB``.
+        cluster: Cluster file instead of all of these, relative to the folder of the settings.
+        model: What to take for the model of the file: a size of the catalogue, or a ``config.json`` relative
+            to the folder of the settings.
+    """
+
+    gpu: str | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    host_memory: str | None = None
+    cluster: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LintSettings:
     """Which findings count, and where.
 
@@ -37,6 +59,7 @@ class LintSettings:
         exclude: Patterns of files and folders that are not read, relative to ``root``. A pattern without
             a slash is compared with every part of the path.
         per_file_ignores: Pattern of files to codes that are not reported in them.
+        hardware: Pattern of training files to the hardware that they are for; the first that matches counts.
         baseline: File of accepted old findings, relative to ``root``, or None.
         strict: Whether warnings fail the command.
         skip_unknown: Whether files of unknown kinds are skipped although they were named.
@@ -48,6 +71,7 @@ class LintSettings:
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     per_file_ignores: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hardware: Mapping[str, FileHardware] = field(default_factory=dict)
     baseline: str | None = None
     strict: bool = False
     skip_unknown: bool = False
@@ -75,6 +99,11 @@ class LintSettings:
         if item.code in _UNJUDGED and item.severity == "error":
             wanted = max(wanted, 0)
         return wanted > unwanted
+
+    def hardware_of(self, path: Path) -> FileHardware | None:
+        """Return the hardware that a training file is for, or None."""
+        inside = self.relative(path)
+        return next((item for pattern, item in self.hardware.items() if _matches(pattern, inside)), None)
 
     def relative(self, path: Path) -> str:
         """Return a path as the patterns see it: from ``root`` where it lies inside, with slashes."""
@@ -198,13 +227,7 @@ _KEYS = {
 def _settings(file: Path, table: Any, section: str) -> LintSettings:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: {section}must be a table")
-    unknown = [str(key) for key in table if key not in _KEYS]
-    if unknown:
-        near = spelling.nearest(unknown[0], _KEYS, cutoff=0.6)
-        raise ConfigError(
-            f"{file}: {section}does not know {', '.join(unknown)}",
-            help=f"did you mean {near}?" if near else f"the keys are {', '.join(_KEYS)}",
-        )
+    _check_keys(table, _KEYS, f"{file}: {section}")
     values: dict[str, Any] = {"root": file.parent, "file": file}
     for key, value in table.items():
         where = f"{file}: {section}{key}"
@@ -228,6 +251,40 @@ def _codes_by_file(value: Any, where: str) -> dict[str, tuple[str, ...]]:
     return {pattern: _codes(codes, f"{where} {pattern!r}") for pattern, codes in value.items()}
 
 
+def _hardware_by_file(value: Any, where: str) -> dict[str, FileHardware]:
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
+        raise ConfigError(f"{where} must be a table of patterns with tables of hardware")
+    return {pattern: _hardware(item, f"{where} {pattern!r}") for pattern, item in value.items()}
+
+
+def _hardware(table: Mapping[str, Any], where: str) -> FileHardware:
+    known = {item.name.replace("_", "-"): item.name for item in fields(FileHardware)}
+    _check_keys(table, known, f"{where} ")
+    for key, value in table.items():
+        number = key in ("gpus", "nodes")
+        if number and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{where} {key} must be a number, 1 or more")
+        if not number and (not isinstance(value, str) or not value):
+            raise ConfigError(f"{where} {key} must be a string")
+    others = [key for key in table if key not in ("cluster", "model")]
+    if ("cluster" in table) == ("gpu" in table) or ("cluster" in table and others):
+        raise ConfigError(
+            f"{where} must name a gpu or a cluster",
+            help="a cluster file says everything itself but the model",
+        )
+    return FileHardware(**{known[key]: value for key, value in table.items()})
+
+
+def _check_keys(table: Mapping[str, Any], known: Mapping[str, str], where: str) -> None:
+    unknown = [str(key) for key in table if key not in known]
+    if unknown:
+        near = spelling.nearest(unknown[0], known, cutoff=0.6)
+        raise ConfigError(
+            f"{where}does not know {', '.join(unknown)}",
+            help=f"did you mean {near}?" if near else f"the keys are {', '.join(known)}",
+        )
+
+
 def _truth(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where} must be true or false")
@@ -245,6 +302,7 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "ignore": _codes,
     "exclude": _texts,
     "per-file-ignores": _codes_by_file,
+    "hardware": _hardware_by_file,
     "baseline": _text,
     "strict": _truth,
     "skip-unknown": _truth,

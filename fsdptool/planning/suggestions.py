@@ -127,7 +127,8 @@ def _changes(point: SearchPoint, cluster: Cluster, loop: TrainingLoop) -> Iterat
     )
     if point.dp_replicate > 1:
         ranks = point.dp_shard * point.dp_replicate
-        text = f"shard over all {ranks} ranks instead of HSDP"
+        instead = "HSDP" if point.dp_shard > 1 else "a copy on each (FSDP)"
+        text = f"shard over all {ranks} ranks instead of {instead}"
         yield change(kind.FULL_SHARDING, text, dp_replicate=1, dp_shard=ranks)
     if point.reduce_dtype == "float32" and point.layout == "native":
         yield change(kind.REDUCE_DTYPE, "reduce gradients in the parameters' dtype", reduce_dtype=None)

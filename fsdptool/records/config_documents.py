@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from fsdptool.records.advice import Suggestion
 from fsdptool.records.annotations import Count, Digest, Keywords, Positive
 from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import (
@@ -17,6 +18,7 @@ from fsdptool.records.diagnostic import (
     Safety,
     Severity,
 )
+from fsdptool.records.plan import PlanLimit
 from fsdptool.records.recipe import Layout
 from fsdptool.records.sharding import FsdpSettings
 
@@ -115,6 +117,78 @@ class ValidationReport:
     files: tuple[FileVerdict, ...]
     summary: FindingCounts
     statistics: tuple[CodeCount, ...] = ()
+
+
+CheckVerdict = Literal["fits", "does_not_fit", "unknown", "not_planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """The run of a file before a change, on the hardware that it has now.
+
+    Attributes:
+        verdict: Whether it fitted; ``not_planned`` where it could not be planned.
+        needed_bytes: What a rank needed; null is unknown.
+        usable_bytes: What a rank may use.
+        same_run: Whether the file described the same run.
+    """
+
+    verdict: CheckVerdict
+    needed_bytes: Count | None
+    usable_bytes: Count | None
+    same_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """One file, planned.
+
+    Attributes:
+        path: The file.
+        line: Line of ``changed_in`` that changed the run; null if that is not known.
+        changed_in: The file that changed: this one, or one that it names; null without a revision to compare.
+        program: Program that the file is for; null where none is recognised.
+        verdict: Whether the run fits. ``unknown`` where what is not planned could turn the answer, or where
+            the fragmentation of the allocator decides; ``not_planned`` where there is no plan.
+        reason: Why the verdict is unknown, why there is no plan, or what does not fit; null else.
+        help: What to do about that; null where nothing is known.
+        hardware: GPUs that the run is planned for, in words.
+        needed_bytes: What a rank needs on its GPU; null is unknown.
+        usable_bytes: What a rank may use.
+        limits: What changes memory and is not planned.
+        before: The run before the change; null for a new file, or without a revision to compare.
+        smallest_change: The smallest change that makes the run fit; null where it fits or none is known.
+        named: Whether the file was named, is a training file, or cannot be read since the change; others of
+            a folder are only counted.
+    """
+
+    path: str
+    line: Positive | None
+    changed_in: str | None
+    program: str | None
+    verdict: CheckVerdict
+    reason: str | None = None
+    help: str | None = None
+    hardware: str | None = None
+    needed_bytes: Count | None = None
+    usable_bytes: Count | None = None
+    limits: tuple[PlanLimit, ...] = ()
+    before: EarlierRun | None = None
+    smallest_change: Suggestion | None = None
+    named: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `fsdptool check --format json` prints: for each training file, whether its run fits.
+
+    Attributes:
+        base: Revision that the files are compared with, or null.
+        files: The files, in the order of their paths.
+    """
+
+    base: str | None
+    files: tuple[CheckedFile, ...]
 
 
 @dataclass(frozen=True, slots=True)

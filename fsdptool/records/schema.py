@@ -36,6 +36,7 @@ class DocumentFormat:
 
 FORMATS: Mapping[str, DocumentFormat] = {
     "cache": DocumentFormat("command_documents.CacheReport", "Cache"),
+    "check": DocumentFormat("config_documents.CheckReport", "Check"),
     "cluster": DocumentFormat("cluster.ClusterFile", "Cluster", "input", envelope=False),
     "compare": DocumentFormat("command_documents.Comparison", "Comparison"),
     "detect": DocumentFormat("detection.Detection", "Detection"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -35,10 +35,22 @@ def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
             fields |= {"line": str(item.line), "col": str(item.column)}
             if item.end_line is not None:
                 fields |= {"endLine": str(item.end_line), "endColumn": str(item.end_column)}
-        written = ",".join(f"{key}={_property(printable(value))}" for key, value in fields.items() if value)
-        message = printable(item.message) + (f"\n{printable(item.help)}" if item.help else "")
-        lines.append(f"::{_LEVELS[item.severity]} {written}::{_data(message)}\n")
+        lines.append(workflow_command(_LEVELS[item.severity], fields, item.message, item.help))
     return "".join(lines)
+
+
+def workflow_command(level: str, fields: Mapping[str, str | None], message: str, help: str | None) -> str:
+    """Return the line with which GitHub annotates a place.
+
+    Args:
+        level: ``error``, ``warning`` or ``notice``.
+        fields: Title, file, line and column; what is None is left out.
+        message: What is found there.
+        help: What to do about it, on a line of its own.
+    """
+    written = ",".join(f"{key}={_property(printable(value))}" for key, value in fields.items() if value)
+    text = printable(message) + (f"\n{printable(help)}" if help else "")
+    return f"::{level} {written}::{_data(text)}\n"
 
 
 def _data(text: str) -> str:

@@ -1,0 +1,154 @@
+"""What ``check`` says of training files: as text, as annotations of GitHub, and as a comment in Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from fsdptool.formatting import amount, printable
+from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
+from fsdptool.report.code_scanning import workflow_command
+
+VERDICTS: Mapping[CheckVerdict, str] = {
+    "fits": "fits",
+    "does_not_fit": "does not fit",
+    "unknown": "unknown",
+    "not_planned": "not planned",
+}
+_LEVELS = {"does_not_fit": "error", "unknown": "notice", "not_planned": "notice"}
+MARK = "<!-- fsdptool check -->"
+"""First line of the comment in Markdown, by which a workflow finds the comment that it wrote before."""
+
+
+def need(item: CheckedFile) -> str:
+    """Return what a run needs of what there is, and on which hardware; empty where there is no plan."""
+    if item.hardware is None:
+        return ""
+    if item.needed_bytes is None or item.usable_bytes is None:
+        return f"on {item.hardware}"
+    return f"needs {amount(item.needed_bytes)} of {amount(item.usable_bytes)} on {item.hardware}"
+
+
+def before(item: CheckedFile) -> str:
+    """Return what the run needed before the change; empty for a new file, and without a base."""
+    earlier = item.before
+    if earlier is None or item.verdict == "not_planned":
+        return ""
+    if earlier.same_run:
+        return "the same run"
+    if earlier.needed_bytes is None:
+        return VERDICTS[earlier.verdict]
+    fitted = earlier.usable_bytes is not None and earlier.needed_bytes <= earlier.usable_bytes
+    return amount(earlier.needed_bytes) + ("" if fitted else ", too much")
+
+
+def reasons(item: CheckedFile) -> list[str]:
+    """Return why a run is not planned, or what decides an unknown verdict."""
+    found = [item.reason] if item.reason is not None and item.verdict != "does_not_fit" else []
+    found += [f"not planned: {limit.what}" for limit in item.limits if item.verdict == "unknown"]
+    return found
+
+
+def change(item: CheckedFile) -> str:
+    """Return the smallest change that makes a run fit; empty where it fits."""
+    return item.smallest_change.change if item.smallest_change is not None else ""
+
+
+def message(item: CheckedFile) -> str:
+    """Return everything about one file in one line."""
+    earlier, smallest = before(item), change(item)
+    parts = [
+        need(item),
+        f"before this change: {earlier}" if earlier else "",
+        f"smallest change that fits: {smallest}" if smallest else "",
+        *reasons(item),
+    ]
+    if item.verdict == "does_not_fit" and item.reason is not None and not _short_of_device_memory(item):
+        parts.insert(1, item.reason)
+    return printable("; ".join(part for part in parts if part))
+
+
+def _short_of_device_memory(item: CheckedFile) -> bool:
+    known = item.needed_bytes is not None and item.usable_bytes is not None
+    return known and (item.needed_bytes or 0) > (item.usable_bytes or 0)
+
+
+def text_lines(report: CheckReport) -> Iterator[str]:
+    """Yield a line for each file, and the sum; files that nobody named and no program reads are counted."""
+    for item in _listed(report):
+        place = f"{item.changed_in}:{item.line}" if item.line is not None else item.path
+        about = f" ({item.path})" if item.line is not None and item.changed_in != item.path else ""
+        line = f"{printable(place)}{printable(about)}: {VERDICTS[item.verdict]}: {message(item)}"
+        yield line + (f" ({printable(item.help)})" if item.help else "")
+    yield summary(report)
+
+
+def summary(report: CheckReport) -> str:
+    """Return how many files have which verdict, in a line."""
+    planned = [item for item in report.files if item.verdict != "not_planned"]
+    verdicts = Counter(item.verdict for item in planned)
+    counted = [f"{verdicts[name]} {words}" for name, words in VERDICTS.items() if verdicts[name]]
+    since = f" changed since {report.base}" if report.base is not None else ""
+    if not report.files:
+        return printable(f"no training file{since}")
+    head = f"{_files(len(planned))}{since} planned"
+    others = len(report.files) - len(planned)
+    tail = f"; {_files(others)} not planned" if others else ""
+    return printable(f"{head}{': ' if counted else ''}{', '.join(counted)}{tail}")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
+
+
+def _listed(report: CheckReport) -> Iterable[CheckedFile]:
+    return (item for item in report.files if item.named or item.program is not None)
+
+
+def github_lines(report: CheckReport) -> Iterator[str]:
+    """Yield a workflow command for each file that does not fit, or about which nothing certain is known."""
+    for item in _listed(report):
+        if item.verdict not in _LEVELS:
+            continue
+        line = str(item.line) if item.line is not None else None
+        fields = {"title": "fsdptool check", "file": item.changed_in or item.path, "line": line}
+        about = "" if item.changed_in in (None, item.path) else f"{item.path}: "
+        said = f"{about}{VERDICTS[item.verdict]}: {message(item)}"
+        yield workflow_command(_LEVELS[item.verdict], fields, said, item.help).rstrip("\n")
+
+
+def markdown_lines(report: CheckReport) -> Iterator[str]:
+    """Yield a comment for a pull request: a table of the files that are planned, and a list of the others."""
+    yield MARK
+    yield f"**fsdptool check**: {_escaped(summary(report))}"
+    listed = list(_listed(report))
+    planned = [item for item in listed if item.verdict != "not_planned"]
+    if planned:
+        heads = ["file", "verdict", "needs", *(["before"] if report.base is not None else [])]
+        heads.append("smallest change that fits")
+        yield ""
+        yield f"| {' | '.join(heads)} |"
+        yield "|---" * len(heads) + "|"
+        for item in planned:
+            earlier = [before(item) or "new file"] if report.base is not None else []
+            bold = "**" if item.verdict == "does_not_fit" else ""
+            verdict = f"{bold}{VERDICTS[item.verdict]}{bold}"
+            why = "; ".join(reasons(item))
+            cells = [
+                f"`{printable(item.path).replace('`', '')}`",
+                verdict + (f": {_escaped(why)}" if why else ""),
+            ]
+            cells += [_escaped(text) for text in (need(item).removeprefix("needs "), *earlier, change(item))]
+            yield f"| {' | '.join(cells)} |"
+    others = [item for item in listed if item.verdict == "not_planned"]
+    if others:
+        yield ""
+    for item in others:
+        advice = f" ({_escaped(item.help)})" if item.help else ""
+        yield f"- `{printable(item.path).replace('`', '')}`: {_escaped(item.reason or '')}{advice}"
+
+
+def _escaped(text: str) -> str:
+    """Return text that is no markup in Markdown: what files say may not link, mention or close a cell."""
+    shown = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
+    return "".join(f"\\{mark}" if mark in "\\`*_[]|#!" else mark for mark in shown)

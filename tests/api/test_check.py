@@ -1,0 +1,200 @@
+"""``check``: the training files of a repository against their hardware, and against what they were."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fsdptool.cli.app import run
+from fsdptool.files.values import load_schema
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+TRAIN = """\
+base_model: org/model
+adapter: lora
+lora_r: 4
+lora_target_linear: true
+sequence_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+optimizer: adamw_torch_fused
+bf16: true
+gradient_checkpointing: true
+datasets: [{path: org/data, type: alpaca}]
+learning_rate: 0.0002
+"""
+LARGE = TRAIN.replace("micro_batch_size: 2", "micro_batch_size: 262144")
+SETTINGS = """\
+[tool.fsdptool.hardware]
+"large/*" = {gpu = "H100-80GB-SXM", gpus = 8, model = "config.json"}
+"*.yaml" = {gpu = "RTX-4090-24GB", gpus = 2, model = "config.json"}
+"*.sh" = {gpu = "RTX-4090-24GB", model = "config.json"}
+"""
+FSDP = """\
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+"""
+LINE = (
+    "accelerate launch --config_file fsdp.yaml sft.py --model_name_or_path org/model --max_length 64"
+    " --per_device_train_batch_size 2 --output_dir out --bf16 --dataset_name d\n"
+)
+
+
+def git(*arguments: str) -> None:
+    call = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    subprocess.run(call, check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    (tmp_path / "pyproject.toml").write_text(SETTINGS)
+    (tmp_path / "train.yaml").write_text(TRAIN)
+    (tmp_path / "pod.yaml").write_text("apiVersion: v1\nkind: Pod\n")
+    git("init", "-q", ".")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    return tmp_path
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = run(["check", *arguments, "--format", "json"])
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, load_schema("check"))
+    return code, {item["path"]: item for item in document["files"]}
+
+
+def test_a_run_that_does_not_fit_fails_with_what_the_change_did(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(capsys, "--base", "HEAD") == (0, {})
+    (project / "train.yaml").write_text(LARGE)
+    code, files = checked(capsys, "--base", "HEAD")
+    assert (code, list(files)) == (1, ["train.yaml"])
+    item = files["train.yaml"]
+    assert (item["verdict"], item["hardware"], item["line"]) == ("does_not_fit", "2 RTX-4090-24GB", 6)
+    assert item["needed_bytes"] > item["usable_bytes"] > item["before"]["needed_bytes"]
+    assert item["before"]["verdict"] == "fits"
+    assert item["smallest_change"]["fits"]
+    assert run(["check", "--base", "HEAD"]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("train.yaml:6: does not fit: needs ")
+    assert f"; smallest change that fits: {item['smallest_change']['change']}" in line
+    assert run(["check", "--base", "HEAD", "--format", "github"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("::error title=fsdptool check,file=train.yaml,line=6::does not fit: needs ")
+    assert run(["check", "--base", "HEAD", "--format", "markdown"]) == 1
+    table = capsys.readouterr().out
+    assert "| file | verdict | needs | before | smallest change that fits |" in table
+    assert "| `train.yaml` | **does not fit** | " in table
+
+
+def test_a_change_of_an_included_file_is_a_change_of_the_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "fsdp.yaml").write_text(FSDP)
+    (project / "run.sh").write_text(LINE)
+    git("add", "-A")
+    git("commit", "-qm", "second")
+    (project / "fsdp.yaml").write_text(FSDP.replace("num_processes: 2", "num_processes: 4"))
+    _, files = checked(capsys, "--base", "HEAD")
+    item = files.pop("run.sh")
+    assert (item["changed_in"], item["line"], item["hardware"]) == ("fsdp.yaml", 3, "4 RTX-4090-24GB")
+    assert item["before"]["same_run"] is False and item["verdict"] == "fits"
+    assert [other["named"] for other in files.values()] == [False]  # the included file describes no run
+
+
+def test_the_first_pattern_that_matches_names_the_hardware(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "large").mkdir()
+    (project / "large" / "train.yaml").write_text(TRAIN)
+    code, files = checked(capsys)
+    assert code == 0
+    hardware = {path: item["hardware"] for path, item in files.items() if item["hardware"]}
+    assert hardware == {"large/train.yaml": "8 H100-80GB-SXM", "train.yaml": "2 RTX-4090-24GB"}
+    _, files = checked(
+        capsys, "train.yaml", "--gpu", "A100-80GB-SXM", "--gpus", "4", "--model", "config.json"
+    )
+    assert files["train.yaml"]["hardware"] == "4 A100-80GB-SXM"
+    (project / "pyproject.toml").unlink()
+    assert run(["check"]) == 2
+    assert "nothing says on which GPUs large/train.yaml runs" in capsys.readouterr().err
+
+
+def test_what_is_not_certain_is_listed_and_does_not_fail(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paged = LARGE.replace("adamw_torch_fused", "paged_adamw_8bit")
+    (project / "train.yaml").write_text(paged)
+    (project / "other.yaml").write_text(TRAIN)
+    (project / "broken.yaml").write_text(TRAIN + "a: [\n")
+    settings = SETTINGS.replace('"*.yaml"', '"other.yaml" = {gpu = "RTX-4090-24GB"}\n"*.yaml"')
+    (project / "pyproject.toml").write_text(settings)
+    code, files = checked(capsys, "--base", "HEAD")
+    assert code == 0
+    verdicts = {path: item["verdict"] for path, item in files.items()}
+    assert verdicts == {"broken.yaml": "not_planned", "other.yaml": "not_planned", "train.yaml": "unknown"}
+    assert files["other.yaml"]["reason"] == "trains org/model, whose sizes are not known here"
+    assert "config.json" in files["other.yaml"]["help"]
+    assert "could turn the answer" in files["train.yaml"]["reason"]
+    assert run(["check", "--base", "HEAD"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_nothing_is_run_and_a_wrong_revision_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Filters, external diffs and the monitor that a repository configures are not started."""
+    script = project / "script.sh"
+    script.write_text(f"#!/bin/sh\ntouch {project}/ran\ncat\n")
+    script.chmod(0o755)
+    (project / ".gitattributes").write_text("*.yaml filter=x diff=x\n")
+    for key in ("filter.x.clean", "filter.x.smudge", "diff.x.textconv", "diff.external", "core.fsmonitor"):
+        git("config", key, str(script))
+    (project / "train.yaml").write_text(TRAIN.replace("64", "32"))
+    _, files = checked(capsys, "--base", "HEAD", "train.yaml")
+    assert files["train.yaml"]["before"]["verdict"] == "fits"
+    assert not (project / "ran").exists()
+    for name in ("nothing", "--help", "-h", "HEAD:train.yaml"):
+        assert run(["check", f"--base={name}"]) == 2
+        assert "has no revision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('"*" = {gpu = "H100-80GB-SXM", gpus = "8"}', "gpus must be a number, 1 or more"),
+        ('"*" = {gpu = "H100-80GB-SXM", gups = 8}', "did you mean gpus"),
+        ('"*" = {gpus = 8}', "must name a gpu or a cluster"),
+        ('"*" = {gpu = "H100-80GB-SXM", cluster = "c.yaml"}', "must name a gpu or a cluster"),
+        ('"*" = "H100-80GB-SXM"', "must be a table of patterns"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    table: str, said: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.fsdptool.hardware]\n{table}\n")
+    assert run(["check"]) == 2
+    assert said in capsys.readouterr().err
