@@ -20,7 +20,7 @@ from fsdptool.config.shell import Command, find_commands, parse_command, parse_e
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
-from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
@@ -356,12 +356,22 @@ def _settings(
     classes = tuple(part.strip() for part in str(wrapped).split(",")) if wrapped else None
     return replace(
         launch,
+        mesh=_mesh(data.get("parallelism_config")),
         fsdp=2 if str(settings.get("fsdp_version", 1)) == "2" else 1,
         wrap_classes=classes,
         reshard=str(settings.get("fsdp_reshard_after_forward", True)).lower() not in ("false", "no_shard"),
         cpu_offload=str(settings.get("fsdp_offload_params", False)).lower() == "true",
         checkpointing=str(settings.get("fsdp_activation_checkpointing", False)).lower() == "true",
     )
+
+
+def _mesh(block: Any) -> DescribedMesh | None:
+    """Return the sizes of ``parallelism_config``."""
+    if not isinstance(block, dict):
+        return None
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    sizes = {name: integer(block.get(f"parallelism_config_{name}_size")) for name in names}
+    return DescribedMesh(**{name: size for name, size in sizes.items() if size is not None})
 
 
 def describe_path(

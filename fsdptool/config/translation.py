@@ -6,9 +6,10 @@ with what the other program does instead, whatever a writer forgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_run
 from fsdptool.config.dialects import run_writers
 from fsdptool.config.dialects.protocol import RunFormat
@@ -20,7 +21,7 @@ from fsdptool.records.config_documents import Loss
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 _TOLD = frozenset({"program", "program_version", "keys", "defaults", "notes", "problems", "mesh", "learning"})
-"""Members of a described run that are no facts, or that are compared one by one."""
+"""Members of a described run that are not compared as facts are."""
 _OPEN = frozenset({"sequence_length", "micro_batch", "accumulation", "lora_dropout"})
 """Facts that matter also where the source leaves them open and the other program does not."""
 _SAME_ATTENTION = {"flex": "flex_attention"}
@@ -80,8 +81,20 @@ def writer_of(program: str) -> RunFormat:
     return known[program]
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside(NamedFiles):
+    """The files that belong beside a text and that no folder holds yet."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, name: str) -> SourceText | str:
+        """Return a file's text, or that there is none."""
+        return SourceText(self.texts[name], name) if name in self.texts else "is not found"
+
+
 def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
-    back = describe_run(SourceText(text), program=form.name)
+    files = _Beside(texts={f"run{suffix}": beside for suffix, beside in writer.beside.items()})
+    back = describe_run(SourceText(text, "run.yaml"), program=form.name, files=files)
     if back is None:  # pragma: no cover
         raise ConfigError(f"what was written for {form.name} is not read back")
     return back
@@ -106,7 +119,12 @@ def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, obje
             yield name, wanted, got
     for item in fields(DescribedMesh):
         sizes = getattr(run.mesh, item.name), getattr(back.mesh, item.name)
-        if not _same_size(item.name, run, *sizes):
+        if item.name == "dp_shard":
+            left = run.fsdp == "none" or sizes[0] is None or (sizes[0] < 0 and (sizes[1] or -1) < 0)
+            same = left or _ranks_that_share(run) == _ranks_that_share(back)
+        else:
+            same = _same_size(item.name, run, *sizes)
+        if not same:
             yield f"mesh.{item.name}", *sizes
 
 
@@ -134,8 +152,16 @@ def _same(name: str, wanted: object, got: object) -> bool:
 def _same_size(name: str, run: DescribedRun, wanted: int | None, got: int | None) -> bool:
     if name.startswith("dp_") and (run.fsdp == "none" or wanted is None):
         return True  # every rank holds a copy, or the file leaves it to the launch
-    left = -1 if name == "dp_shard" else 1
-    return (left if wanted is None else wanted) == (left if got is None else got)
+    return (wanted or 1) == (got or 1)
+
+
+def _ranks_that_share(run: DescribedRun) -> int:
+    """Return the ranks that share a copy; -1 where the launch decides."""
+    mesh = run.mesh
+    if mesh.dp_shard is not None and mesh.dp_shard > 0:
+        return mesh.dp_shard
+    others = max(mesh.dp_replicate or 1, 1) * (mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
+    return run.processes // others if run.processes is not None else -1
 
 
 def _learning(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Iterator[Loss]:
@@ -156,7 +182,7 @@ def _keys(run: DescribedRun) -> Iterator[Loss]:
         if item.key not in run.keys.learning:
             yield Loss(item.key, None, None, f"changes {item.changes}, and is not translated")
     for key in run.keys.no_effect:
-        if key not in run.keys.learning:
+        if key not in run.keys.learning and not key.endswith("_target_"):
             yield Loss(key, None, None, "changes neither memory nor speed, and is not translated")
 
 

@@ -55,7 +55,8 @@ def unlike(run: DescribedRun, made: Translation) -> set[str]:
     for item in fields(DescribedMesh):
         size = getattr(run.mesh, item.name)
         if size is not None and size > 1 and size != getattr(made.run.mesh, item.name):
-            found.add(f"mesh.{item.name}")
+            every = item.name == "dp_shard" and size == run.processes == made.run.processes
+            found |= set() if every else {f"mesh.{item.name}"}  # all ranks share, without a size
     return found | {f"learning.{k}" for k, v in run.learning.items() if v and made.run.learning.get(k) != v}
 
 
@@ -204,7 +205,104 @@ lr_scheduler_type: constant
 warmup_steps: 3
 output_dir: out
 """
-OWN = {"axolotl": (AXOLOTL, FULL), "llamafactory": (LLAMAFACTORY,), "trl": (TRL,)}
+TORCHTITAN = """
+[job]
+dump_folder = "out"
+[model]
+name = "qwen3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 0.0003
+weight_decay = 0.02
+[lr_scheduler]
+warmup_steps = 50
+decay_type = "cosine"
+[training]
+dataset = "c4"
+local_batch_size = 2
+global_batch_size = 64
+seq_len = 4096
+steps = 300
+dtype = "bfloat16"
+mixed_precision_param = "bfloat16"
+max_norm = 0.7
+enable_cpu_offload = true
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+fsdp_reshard_after_forward = "never"
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+"""
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 48, local_batch_size: 3, max_steps: 50, num_epochs: 2}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: meta-llama/Llama-3.1-8B
+  torch_dtype: bfloat16
+  attn_implementation: sdpa
+peft:
+  _target_: nemo_automodel.components._peft.lora.PeftConfig
+  target_modules: ["*.q_proj", "*.v_proj"]
+  dim: 12
+  alpha: 24
+  dropout: 0.1
+distributed:
+  strategy: fsdp2
+  dp_size: 8
+  dp_replicate_size: 2
+  tp_size: 2
+  cp_size: 2
+  activation_checkpointing: true
+loss_fn: {_target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy}
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.ChatDataset
+  path_or_dataset_id: trl-lib/Capybara
+packed_sequence: {packed_sequence_size: 4096}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-5, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 0.03}
+lr_scheduler: {lr_decay_style: cosine, lr_warmup_steps: 5}
+compile: {enabled: true}
+rng: {seed: 5}
+"""
+VERL_SFT = """
+data: {train_files: train.parquet, train_batch_size: 128, micro_batch_size_per_gpu: 2, max_length: 3072, use_dynamic_bsz: false}
+model: {path: Qwen/Qwen3-8B, lora_rank: 16, lora_alpha: 48, target_modules: all-linear, enable_gradient_checkpointing: false}
+engine:
+  strategy: fsdp2
+  model_dtype: bf16
+  reshard_after_forward: false
+  offload_policy: true
+  fsdp_size: 4
+  ulysses_sequence_parallel_size: 2
+optim: {lr: 2.0e-5, weight_decay: 0.05, betas: [0.9, 0.98], lr_scheduler_type: cosine, lr_warmup_steps_ratio: 0.1}
+trainer: {total_epochs: 3, total_training_steps: 90, seed: 3, default_local_dir: out}
+"""
+VERL_GRPO = """
+data: {train_files: t.parquet, train_batch_size: 64, max_prompt_length: 600, max_response_length: 900}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen3-8B, enable_gradient_checkpointing: false, use_fused_kernels: true}
+  actor:
+    strategy: fsdp2
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 4
+    ulysses_sequence_parallel_size: 2
+    grad_clip: 0.3
+    optim: {lr: 3.0e-6}
+    fsdp_config: {model_dtype: bf16, reshard_after_forward: false, offload_policy: true}
+  rollout: {n: 5}
+trainer: {n_gpus_per_node: 4, nnodes: 1, total_epochs: 2}
+"""
+OWN = {
+    "axolotl": (AXOLOTL, FULL), "llamafactory": (LLAMAFACTORY,), "trl": (TRL,),
+    "torchtitan": (TORCHTITAN,), "automodel": (AUTOMODEL,), "verl": (VERL_SFT, VERL_GRPO),
+}  # fmt: skip
 """Files that set every fact their program has a word for, to other values than its defaults."""
 
 

@@ -124,6 +124,7 @@ class Launch:
         cpu_offload: Whether the launcher offloads parameters.
         checkpointing: Whether the launcher checkpoints activations.
         deepspeed: Whether the launcher starts DeepSpeed.
+        mesh: Sizes of the mesh that the launcher's file sets; None without.
         problems: Files that the command names and that were not read.
     """
 
@@ -138,6 +139,7 @@ class Launch:
     cpu_offload: bool = False
     checkpointing: bool = False
     deepspeed: bool = False
+    mesh: DescribedMesh | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -372,7 +374,7 @@ class RunReader:
             for key in (item.key, *item.also):
                 value = _inside(self.data, key.split(".")) if key and value is None else value
                 if value is not None:
-                    self.learnt.setdefault(key if key in self.data else key.partition(".0.")[0])
+                    self.learnt.setdefault(re.split(r"\.\d+(?:\.|$)", key)[0])
                     break
             else:
                 value = item.default(run) if callable(item.default) else item.default

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import Learned
@@ -18,7 +17,7 @@ from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source.known_models import hub_id_of, layer_classes_of
 
-_ADAMW = re.compile(r"(?:optimi-|torch-)?adamw?(?:[-_]?(?:torch|hf|fused|xla|apex|npu))*|fusedadam")
+_ADAMW = re.compile(r"(?:torch-)?adamw?(?:[-_]?(?:torch|hf|fused|xla|apex|npu))*|fusedadam")
 _ADAMW_8BIT = frozenset({"adamw_bnb_8bit", "adamw8bit", "adamw_8bit", "bnb-adamw8bit"})
 _PAGED = {
     "pagedadamw": "paged_adamw_32bit", "paged_adamw": "paged_adamw_32bit",
@@ -185,6 +184,20 @@ class RunWriter:
             self.lose(f"the data is not named as {self.program} names it: put it there", "learning.dataset")
         return name or PLACEHOLDER
 
+    def total_batch(self) -> int | None:
+        """Return the samples of a step on all ranks; where their number is open, those of one rank."""
+        run, mesh = self.run, self.run.mesh
+        if run.global_batch is not None or run.micro_batch is None:
+            return run.global_batch
+        shard, replicas = mesh.dp_shard or -1, mesh.dp_replicate or 1
+        if shard > 0 and replicas > 0 and run.fsdp != "none":
+            return run.micro_batch * (run.accumulation or 1) * shard * replicas
+        if run.processes is None:
+            why = f"{self.program} counts the samples of all ranks, whose number is open: multiply by it"
+            self.lose(why, "global_batch", "accumulation")
+        ranks = (run.processes or 1) // ((mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1))
+        return run.micro_batch * (run.accumulation or 1) * max(ranks, 1)
+
     def launched(self) -> None:
         """Note that the number of ranks is given at the launch."""
         self.lose("given at the launch (--num_processes, --nproc_per_node)", "processes", "global_batch")
@@ -205,17 +218,3 @@ def toml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
         lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
         parts.append("\n".join((f"[{name}]", *lines)) + "\n")
     return "\n".join(parts)
-
-
-def as_settings(run: DescribedRun, settings: FsdpSettings) -> FsdpSettings:
-    """Return settings with the mesh and the number of ranks of a run."""
-    from fsdptool.records.mesh import ParallelDims
-
-    mesh = run.mesh
-    shard = mesh.dp_shard if mesh.dp_shard is not None and mesh.dp_shard > 0 else None
-    replicas = mesh.dp_replicate if mesh.dp_replicate is not None and mesh.dp_replicate > 0 else 1
-    return replace(
-        settings,
-        mesh=ParallelDims(dp_replicate=replicas, dp_shard=shard, cp=mesh.cp or 1, tp=mesh.tp or 1),
-        num_processes=run.processes,
-    )

@@ -9,6 +9,7 @@ from fsdptool.files.tree import walk
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
 
@@ -39,3 +40,9 @@ class AutoModel(RunFormat):
         from fsdptool.config.dialects.automodel.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.automodel.write import write
+
+        write(to)

@@ -5,7 +5,7 @@ Source: NeMo AutoModel 36044ad3 (after 0.5.0) ``nemo_automodel``.
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 _CONFIG = "components/distributed/config.py"
 
@@ -64,4 +64,21 @@ KEYS = RunKeys(
     flow_matching launcher slurm slurm.* k8s k8s.* model.is_meta_device model.name_or_path
     """),
     unknown="dropped",
+    learning={
+        "learning_rate": Learned("optimizer.lr", 1e-3),
+        "weight_decay": Learned("optimizer.weight_decay", 0.01),
+        "adam_beta1": Learned("optimizer.betas.0", 0.9),
+        "adam_beta2": Learned("optimizer.betas.1", 0.999),
+        "adam_epsilon": Learned("optimizer.eps", 1e-8),
+        "max_grad_norm": Learned("clip_grad_norm.max_norm", 1.0),
+        "scheduler": Learned("lr_scheduler.lr_decay_style", "constant"),
+        "warmup_steps": Learned("lr_scheduler.lr_warmup_steps", 0),
+        "seed": Learned("rng.seed", 42),
+        "output": Learned("checkpoint.checkpoint_dir"),
+        "lora_alpha": Learned("peft.alpha"),
+        "dataset": Learned(
+            "dataset.path_or_dataset_id", also=("dataset.dataset_name", "dataset.path_or_dataset")
+        ),
+        "trust_remote_code": Learned("model.trust_remote_code", False),
+    },
 )

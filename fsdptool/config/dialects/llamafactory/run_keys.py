@@ -75,6 +75,7 @@ KEYS = RunKeys(
     learning={
         **LEARNING,
         "lora_alpha": Learned("lora_alpha", lambda run: 2 * run.lora_rank if run.lora_rank else None),
+        "dataset": Learned("dataset"),
         "preference_beta": Learned("pref_beta", lambda run: 0.1 if run.objective in _PREFERENCES else None),
         "trust_remote_code": Learned("trust_remote_code", False),
     },

@@ -8,6 +8,7 @@ from fsdptool.config.dialects.protocol import RunFormat
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
 
@@ -38,3 +39,9 @@ class OwnRecipe(RunFormat):
         from fsdptool.config.dialects.own.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the text of a recipe, and of the accelerate file beside it."""
+        from fsdptool.config.dialects.own.write import write
+
+        write(to)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdptool.config.dialects.run_reader import (
+    Learned,
     RunFile,
     RunKeys,
     RunReader,
@@ -16,13 +19,29 @@ from fsdptool.records.described_run import DescribedMesh, DescribedRun
 from fsdptool.records.diagnostic import tool_version
 from fsdptool.records.recipe import Recipe
 
+LEARNING = {
+    "learning_rate": Learned("optimizer.learning_rate", 1e-4),
+    "weight_decay": Learned("optimizer.weight_decay", 0.1),
+    "adam_beta1": Learned("optimizer.betas.0", 0.9),
+    "adam_beta2": Learned("optimizer.betas.1", 0.95),
+    "adam_epsilon": Learned("optimizer.epsilon", 1e-8),
+    "max_grad_norm": Learned("optimizer.clip_grad_norm", 1.0),
+    "scheduler": Learned(
+        "schedule.name", "cosine", words={"constant": "constant", "linear": "linear", "cosine": "cosine"}
+    ),
+    "warmup_steps": Learned("schedule.warmup_steps", 0),
+    "seed": Learned("seed", 0),
+    "lora_alpha": Learned("method.lora.alpha", lambda run: 32.0 if run.lora_rank else None),
+    "dataset": Learned("data.path"),
+    "trust_remote_code": Learned("model.trust_remote_code", False),
+}
 _METHODS = {"nf4": "qlora", "int8": "lora8bit"}
 _CHECKPOINTING = {"none": "none", "full": "full"}
 
 
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a recipe."""
-    read = RunReader(file, RunKeys("fsdptool", tool_version(), unknown="refused"))
+    read = RunReader(file, RunKeys("fsdptool", tool_version(), unknown="refused", learning=LEARNING))
     read.use(*map(str, file.data))
     try:
         recipe = from_json(Recipe, dict(file.data), where="recipe")
@@ -35,14 +54,18 @@ def describe(file: RunFile) -> DescribedRun:
     compute = dtype_word(sharding.param_dtype) or dtype_word(launch.mixed_precision)
     stored = "fp32" if adapter or model.dtype == "auto" else dtype_word(model.dtype)
     base = lora.base if adapter and lora is not None else "unchanged"
-    mesh = DescribedMesh(ep=sharding.expert_parallel)
+    mesh = replace(launch.mesh or DescribedMesh(), ep=sharding.expert_parallel)
     mode = sharding.checkpointing.mode if sharding.checkpointing is not None else None
+    if mode is None and launch.fsdp is not None:
+        mode = "full" if launch.checkpointing else "none"
+    fused = recipe.objective.fused
     accumulation = batch.accumulation if batch.global_batch is None else None
     return read.describe(
         model=model.reference,
         family=model.reference if ":" in model.reference and "/" not in model.reference else None,
         method=_METHODS.get(base, "lora") if adapter else recipe.method.name,
         lora_rank=lora.rank if adapter and lora is not None else None,
+        lora_dropout=lora.dropout if adapter and lora is not None else None,
         lora_targets=lora.targets if adapter and lora is not None else None,
         lora_modules_to_save=lora.modules_to_save if adapter and lora is not None else (),
         base_dtype=compute if model.dtype == "auto" else dtype_word(model.dtype),
@@ -50,7 +73,7 @@ def describe(file: RunFile) -> DescribedRun:
         stored_dtype=stored,
         compute_dtype=compute,
         reduce_dtype=dtype_word(sharding.reduce_dtype or sharding.param_dtype),
-        objective=recipe.objective.name,
+        objective=_objective(recipe),
         sequence_length=batch.sequence_length,
         height=batch.height,
         width=batch.width,
@@ -64,6 +87,8 @@ def describe(file: RunFile) -> DescribedRun:
         optimizer_state_bits=state_bits(recipe.optimizer.name, stored),
         gradient_checkpointing=None if mode is None else _CHECKPOINTING.get(mode, "selective"),
         attention=model.attention,
+        ema=recipe.ema.decay is not None,
+        fused_loss=None if fused is None else "chunked" if fused else "none",
         compile=sharding.compile,
         processes=launch.processes,
         fsdp=launch.fsdp or 2,
@@ -74,3 +99,15 @@ def describe(file: RunFile) -> DescribedRun:
         steps=recipe.steps,
         epochs=recipe.epochs,
     )
+
+
+def _objective(recipe: Recipe) -> str | None:
+    """Return the objective; a recipe without one takes that of the model's family."""
+    data, batch = recipe.data, recipe.batch
+    if recipe.objective.name is not None:
+        return recipe.objective.name
+    if batch.height is not None:
+        return "diffusion"
+    if data.assistant_only_loss or {"messages_column", "prompt_column"} & data.options.keys():
+        return "sft"
+    return "pretrain" if batch.sequence_length is not None else None

@@ -22,6 +22,7 @@ from fsdptool.records.diagnostic import EffectiveDtypes
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.text import SourceText
     from fsdptool.files.tree import Document
     from fsdptool.records.described_run import DescribedRun
@@ -272,6 +273,12 @@ class Torchtitan(Dialect):
         from fsdptool.config.dialects.torchtitan.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.torchtitan.write import write
+
+        write(to)
 
     def read(self, lint: LintContext) -> None:
         """Read the sections on training, mesh and checkpointing into facts."""

@@ -5,7 +5,7 @@ Source: torchtitan 0.2.2 (73a0e697) ``torchtitan/config/job_config.py``, ``torch
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 _CONFIG = "torchtitan/config/job_config.py"
 
@@ -71,6 +71,23 @@ KEYS = RunKeys(
     training.aggressive_memory_verbose
     """),
     unknown="refused",
+    learning={
+        "learning_rate": Learned("optimizer.lr", 8e-4),
+        "weight_decay": Learned("optimizer.weight_decay", 0.1),
+        "adam_beta1": Learned("optimizer.beta1", 0.9),
+        "adam_beta2": Learned("optimizer.beta2", 0.95),
+        "adam_epsilon": Learned("optimizer.eps", 1e-8),
+        "max_grad_norm": Learned("training.max_norm", 1.0),
+        "scheduler": Learned(
+            "lr_scheduler.decay_type",
+            "linear",
+            words={"linear": "linear", "cosine": "cosine", "sqrt": "sqrt"},
+        ),
+        "warmup_steps": Learned("lr_scheduler.warmup_steps", 200),
+        "seed": Learned("debug.seed", also=("training.seed",)),
+        "output": Learned("job.dump_folder"),
+        "dataset": Learned("training.dataset"),
+    },
 )
 
 FAMILIES = {
@@ -87,5 +104,16 @@ FAMILIES = {
     ("flux", "flux-dev"): "flux.1:dev", ("flux", "flux-schnell"): "flux.1:schnell",
 }  # fmt: skip
 """Name and flavour of the registry, in lower case, and the size of the catalogue."""
+FLAVOURS = {
+    "llama3": {"8b": "8B", "70b": "70B", "405b": "405B"},
+    "llama4": {"17bx16e": "17bx16e"},
+    "qwen3": {
+        "0.6b": "0.6B", "1.7b": "1.7B", "4b": "4B", "8b": "8B", "14b": "14B", "32b": "32B",
+        "30b-a3b": "30B-A3B", "235b-a22b": "235B-A22B",
+    },
+    "deepseek_v3": {"671b": "671B"},
+    "gpt_oss": {"20b": "20b", "120b": "120b"},
+}  # fmt: skip
+"""Flavours of torchtitan 0.2.2 that are sizes of the catalogue, as torchtitan spells them."""
 FLEX = frozenset({"deepseek_v3", "gpt_oss"})
 """Models whose flavours use FlexAttention."""

@@ -8,6 +8,7 @@ from fsdptool.config.dialects.protocol import RunFormat
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
 
@@ -40,3 +41,9 @@ class Verl(RunFormat):
         from fsdptool.config.dialects.verl.run import describe
 
         return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Set the keys of a file."""
+        from fsdptool.config.dialects.verl.write import write
+
+        write(to)

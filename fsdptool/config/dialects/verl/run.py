@@ -64,7 +64,7 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
         fused_loss="none",
         processes=processes,
         fsdp=_version(read, f"{place}.strategy"),
-        reshard=True,
+        reshard=read.flag("engine.reshard_after_forward") if engine else True,
         cpu_offload=offload,
         mesh=_mesh(read.whole("engine.fsdp_size") if engine else None, sp),
         steps=read.whole("trainer.total_training_steps"),

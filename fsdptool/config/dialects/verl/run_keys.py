@@ -6,7 +6,7 @@ ppo_trainer.yaml and the files that they include).
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 _CONFIG = "verl/trainer/config"
 _NO_EFFECT = names("""
@@ -17,6 +17,29 @@ _NO_EFFECT = names("""
     engine.optimizer_offload engine.param_offload engine.forward_prefetch engine.seed
     model.fsdp_config.forward_prefetch
 """)
+
+
+def _learning(optimizer: str, model: str, rate: float, clip: str) -> dict[str, Learned]:
+    return {
+        "learning_rate": Learned(f"{optimizer}.lr", rate),
+        "weight_decay": Learned(f"{optimizer}.weight_decay", 0.01),
+        "adam_beta1": Learned(f"{optimizer}.betas.0", 0.9),
+        "adam_beta2": Learned(f"{optimizer}.betas.1", 0.999),
+        "max_grad_norm": Learned(clip, 1.0),
+        "scheduler": Learned(
+            f"{optimizer}.lr_scheduler_type",
+            "constant",
+            (f"{optimizer}.lr_scheduler", f"{optimizer}.warmup_style"),
+            words={"constant": "constant", "cosine": "cosine"},
+        ),
+        "warmup_steps": Learned(f"{optimizer}.lr_warmup_steps"),
+        "warmup_ratio": Learned(f"{optimizer}.lr_warmup_steps_ratio", 0.0),
+        "lora_alpha": Learned(f"{model}.lora_alpha", lambda run: 16 if run.lora_rank else None),
+        "output": Learned("trainer.default_local_dir"),
+        "dataset": Learned("data.train_files"),
+        "trust_remote_code": Learned(f"{model}.trust_remote_code", False),
+    }
+
 
 SFT = RunKeys(
     program="verl",
@@ -37,6 +60,7 @@ SFT = RunKeys(
     numbers=names("data.balance_dp_token"),
     no_effect=_NO_EFFECT,
     unknown="refused",
+    learning={**_learning("optim", "model", 1e-5, "optim.clip_grad"), "seed": Learned("trainer.seed", 1)},
 )
 ENGINE = RunKeys(
     program="verl",
@@ -45,12 +69,14 @@ ENGINE = RunKeys(
         **SFT.defaults,
         "engine.model_dtype": ("fp32", f"{_CONFIG}/engine/fsdp.yaml:33"),
         "engine.strategy": ("fsdp", f"{_CONFIG}/engine/fsdp.yaml"),
+        "engine.reshard_after_forward": (True, f"{_CONFIG}/engine/fsdp.yaml"),
         "data.use_dynamic_bsz": (True, f"{_CONFIG}/sft_trainer_engine.yaml:20"),
         "engine.ulysses_sequence_parallel_size": (1, f"{_CONFIG}/engine/fsdp.yaml"),
     },
     memory=SFT.memory,
     no_effect=_NO_EFFECT,
     unknown="refused",
+    learning={**_learning("optim", "model", 1e-3, "optim.clip_grad"), "seed": Learned("trainer.seed", 1)},
 )
 _ACTOR = "actor_rollout_ref.actor"
 RL = RunKeys(
@@ -96,5 +122,13 @@ RL = RunKeys(
     actor_rollout_ref.model.* critic.* reward_model.* reward.*
     """),
     unknown="refused",
+    learning={
+        **_learning(f"{_ACTOR}.optim", "actor_rollout_ref.model", 1e-6, f"{_ACTOR}.grad_clip"),
+        "completions": Learned("actor_rollout_ref.rollout.n", 1),
+        "prompt_length": Learned("data.max_prompt_length", 512),
+        "completion_length": Learned("data.max_response_length", 512),
+        "preference_beta": Learned(f"{_ACTOR}.kl_loss_coef"),
+        "seed": Learned(f"{_ACTOR}.fsdp_config.seed", 42),
+    },
 )
 """What belongs to phases between training steps (rollout, log-probabilities) changes no training peak."""
