@@ -271,8 +271,18 @@ compile: {enabled: true}
 rng: {seed: 5}
 """
 VERL_SFT = """
-data: {train_files: train.parquet, train_batch_size: 128, micro_batch_size_per_gpu: 2, max_length: 3072, use_dynamic_bsz: false}
-model: {path: Qwen/Qwen3-8B, lora_rank: 16, lora_alpha: 48, target_modules: all-linear, enable_gradient_checkpointing: false}
+data:
+  train_files: train.parquet
+  train_batch_size: 128
+  micro_batch_size_per_gpu: 2
+  max_length: 3072
+  use_dynamic_bsz: false
+model:
+  path: Qwen/Qwen3-8B
+  lora_rank: 16
+  lora_alpha: 48
+  target_modules: all-linear
+  enable_gradient_checkpointing: false
 engine:
   strategy: fsdp2
   model_dtype: bf16
@@ -280,7 +290,12 @@ engine:
   offload_policy: true
   fsdp_size: 4
   ulysses_sequence_parallel_size: 2
-optim: {lr: 2.0e-5, weight_decay: 0.05, betas: [0.9, 0.98], lr_scheduler_type: cosine, lr_warmup_steps_ratio: 0.1}
+optim:
+  lr: 2.0e-5
+  weight_decay: 0.05
+  betas: [0.9, 0.98]
+  lr_scheduler_type: cosine
+  lr_warmup_steps_ratio: 0.1
 trainer: {total_epochs: 3, total_training_steps: 90, seed: 3, default_local_dir: out}
 """
 VERL_GRPO = """
@@ -370,3 +385,48 @@ def test_a_run_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.C
     path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 4\n", encoding="utf-8")
     assert run(["migrate", "--to", "llamafactory", str(path)]) == 1
     assert "llamafactory has no counterpart of a run with the objective grpo" in capsys.readouterr().err
+
+
+def test_a_recipe_and_its_accelerate_file_describe_the_run_and_train_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step on one process, from what an axolotl file became."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 128,
+    }  # fmt: skip
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = AXOLOTL.partition("dp_replicate_size")[0].replace("meta-llama/Llama-3.1-8B", "./model")
+    for old, new in {
+        "adapter: qlora": "adapter: lora", "load_in_4bit: true\n": "", "4096": "16",
+        "tatsu-lab/alpaca": "a.jsonl",
+        "max_steps: 77": "max_steps: 1", "warmup_steps: 11": "warmup_steps: 0", "offload_params: true": "",
+        "adamw_bnb_8bit": "adamw_torch", "torch_compile: true": "", "flash_attention_2": "sdpa",
+        "gradient_accumulation_steps: 5": "gradient_accumulation_steps: 1",
+    }.items():  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    Path("train.yaml").write_text(text, encoding="utf-8")
+    assert run(["migrate", "--to", "fsdptool", "train.yaml"]) == 2  # two files need a name
+    assert run(["migrate", "--to", "fsdptool", "train.yaml", "-o", "run.yaml"]) == 0
+    found = describe_path("run.yaml")
+    assert found is not None
+    assert (found.program, found.method, found.lora_rank, found.lora_dropout) == ("fsdptool", "lora", 24, 0.1)
+    assert (found.reshard, found.gradient_checkpointing, found.steps) == (False, "full", 1)
+    assert translate(found, "fsdptool").losses == ()
+    command = [
+        "train",
+        "run.yaml",
+        "--config",
+        "run.accelerate.yaml",
+        "--cpu",
+        "--processes",
+        "1",
+        "-o",
+        "out",
+    ]
+    assert run(command) == 0
+    assert Path("out/metrics.jsonl").read_text(encoding="utf-8").count("\n") >= 1
