@@ -77,7 +77,7 @@ def _model(to: RunWriter) -> ModelChoice:
     return ModelChoice(
         reference,
         dtype=cast("Any", _DTYPES.get(dtype or "", "auto")),
-        attention=attention,
+        attention=cast("Any", attention),
         trust_remote_code=run.learning.get("trust_remote_code") is True,
     )
 
