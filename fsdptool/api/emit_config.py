@@ -16,13 +16,15 @@ from fsdptool.options import takes, with_defaults
 from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.diagnostic import digest, envelope
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Layout, ModelChoice, Recipe, Sharding
+from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
+    from fsdptool.config.translation import Translation
     from fsdptool.records.anatomy import Anatomy
-    from fsdptool.records.plan import Plan
+    from fsdptool.records.described_run import DescribedRun
+    from fsdptool.records.plan import Plan, SampleSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class Emission:
         recipe: The recipe of the plan, or None.
         anatomy: The inspected model, or None.
         environment: Variables of the workers that the plan assumes; no configuration file can set them.
+        described: The run of the training file that was planned, or None.
+        planned: The recipe with the sizes of a sample that the plan is for, or None.
+        translation: The plan's whole run as the file of a program, or None.
     """
 
     settings: FsdpSettings
@@ -46,9 +51,14 @@ class Emission:
     recipe: Recipe | None = None
     anatomy: Anatomy | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    described: DescribedRun | None = None
+    planned: Recipe | None = None
+    translation: Translation | None = None
 
     def differences(self) -> tuple[str, ...]:
         """Return what a plain accelerate script will do differently from what was planned."""
+        if self.translation is not None:
+            return ()
         if self.layout != "native" or self.anatomy is None:
             return ()
         from fsdptool.api.differences import list_differences
@@ -58,6 +68,8 @@ class Emission:
 
     def text(self) -> str:
         """Return the file."""
+        if self.translation is not None:
+            return self.translation.text
         notes = [
             f"The plan assumes {name}={value} in the environment of the launch: export it first."
             for name, value in self.environment.items()
@@ -86,6 +98,7 @@ class Emission:
             differences=self.differences(),
             text=text,
             environment=self.environment,
+            losses=self.translation.losses if self.translation is not None else (),
         )
         return envelope("emit-config", self.settings, report)
 
@@ -93,7 +106,7 @@ class Emission:
 @suggest_keywords()
 @takes(EmissionOptions, first="reference")
 def emit_config(reference: str | None = None, /, **options: Unpack[EmissionOptions]) -> str:
-    """Return the accelerate YAML for a plan or a model.
+    """Return the accelerate YAML for a plan or a model, or the file of a program for a plan's whole run.
 
     Args:
         reference: A model: ``family:flavour``, hub id, folder.
@@ -151,7 +164,25 @@ def prepare_emission(options: EmissionOptions) -> Emission:
 
         # What cannot be divided is refused by name before anything is written.
         plan_units(emission.anatomy, resolve_run(emission.recipe, settings))
-    return replace(emission, settings=settings)
+    emission = replace(emission, settings=settings)
+    return emission if options["to"] is None else _translated(emission, options["to"])
+
+
+def _translated(emission: Emission, to: str) -> Emission:
+    """Return an emission with its whole run as the file of a program."""
+    from fsdptool.config.translation import planned_run, translate, writer_of
+
+    if emission.plan_digest is None or emission.recipe is None:
+        raise ConfigError("--to requires --plan", help="without a plan there is no run to write")
+    if to == "fsdptool":
+        raise ConfigError("a recipe is not written by --to", help="give --recipe-output FILE")
+    writer_of(to)
+    run = planned_run(emission.planned or emission.recipe, emission.settings, emission.described)
+    head = (
+        f"Written by fsdptool emit-config for {emission.reference}.",
+        f"fsdptool: plan={emission.plan_digest}",
+    )
+    return replace(emission, translation=translate(run, to, header=head))
 
 
 def from_plan(
@@ -204,7 +235,16 @@ def from_plan(
         recipe,
         anatomy,
         cluster.environment,
+        plan.inputs.run,
+        planned=replace(recipe, batch=_sized(recipe.batch, plan.sample)),
     )
+
+
+def _sized(batch: Batch, sample: SampleSize) -> Batch:
+    """Return a batch with the sizes of a sample that it leaves open and the plan assumed."""
+    sizes = {name: getattr(sample, name) for name in ("sequence_length", "height", "width", "frames")}
+    left = {name: size for name, size in sizes.items() if getattr(batch, name) is None and size is not None}
+    return replace(batch, **left)
 
 
 def from_reference(

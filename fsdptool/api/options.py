@@ -17,6 +17,8 @@ class EmissionOptions(TypedDict, total=False):
     reference: Annotated[str | None, Option("Model: family:flavour, Hugging Face id or folder.")]
     plan: Annotated[str | Path | Plan | None, Option("Plan written by `fsdptool plan -o`.")]
     candidate: Annotated[str | None, Option("Candidate of the plan; default: the selected one.")]
+    to: Annotated[str | None, Option(
+        "Write the plan's whole run for a program (axolotl, trl, ...) instead of accelerate's settings.")]
     preset: Annotated[str | None, Option(
         "Start from a preset; default for a model: single-node.", flags=("--preset", "--from"))]
     wrap: Annotated[Sequence[str], Option("Wrap this class (repeatable).", default=())]

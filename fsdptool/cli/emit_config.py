@@ -14,6 +14,7 @@ from fsdptool.cli.options import (
     FormatOption,
     answer_line,
     check_free,
+    lost_lines,
     print_document,
     say,
     takes,
@@ -44,11 +45,13 @@ def command(
     format: FormatOption = Format.TEXT,
     **options: Any,
 ) -> int:
-    """Write the accelerate YAML for a plan or a model, or merge it into an existing file."""
+    """Write the accelerate YAML for a plan or a model, or a plan's run for another program."""
     from fsdptool.api.emit_config import prepare_emission
 
     if list_presets:
         return _list_presets(format)
+    if into is not None and options.get("to") is not None:
+        raise ConfigError("--into and --to cannot be combined", help="write a new file with -o")
     if into is not None and output is not None:
         raise ConfigError("--into and --output cannot be combined", help="use only one of them")
     emission = prepare_emission(cast("EmissionOptions", options))
@@ -77,7 +80,10 @@ def _write(emission: Emission, output: Path | None, force: bool, format: Format)
     from fsdptool.config.writer import schema_comment
 
     text = emission.text()
-    if output is not None:
+    made = emission.translation
+    for line in lost_lines(made.losses) if made is not None else ():
+        say(f"lost: {line}")
+    if output is not None and made is None:
         text = schema_comment(NAME, output.parent) + text
     if output is not None:
         write_file(output, text, force=force)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +18,7 @@ from fsdptool.cli.options import (
     answer_line,
     check_free,
     complain,
+    lost_lines,
     print_document,
     say,
     write_file,
@@ -28,7 +28,6 @@ from fsdptool.errors import ConfigError, ExitCode, StorageError
 if TYPE_CHECKING:
     from fsdptool.api.validate import Linter
     from fsdptool.config.migrate import Migrated
-    from fsdptool.records.config_documents import Loss
 
 
 def command(
@@ -127,7 +126,7 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
 
     for note in result.notes:
         say(f"note: {result.path}: {note}")
-    for line in _lost(result.losses):
+    for line in lost_lines(result.losses):
         say(f"lost: {line}")
     if result.after is None:
         return True
@@ -152,15 +151,3 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
     else:
         say(f"{result.path} is already up to date")
     return True
-
-
-def _lost(losses: Iterable[Loss]) -> Iterator[str]:
-    """Say what has no counterpart, and what the other program does instead; keys of one reason together."""
-    keys: dict[str, list[str]] = {}
-    for loss in losses:
-        if loss.value is None and loss.becomes is None:
-            keys.setdefault(loss.why, []).append(loss.name)
-        else:
-            yield f"{loss.name}: {loss.value or 'open'} becomes {loss.becomes or 'nothing'} ({loss.why})"
-    for why, names in keys.items():
-        yield f"{', '.join(names)} ({why})"

@@ -33,6 +33,7 @@ from fsdptool.options import (
     declared,
 )
 from fsdptool.records.annotations import Shape
+from fsdptool.records.config_documents import Loss
 from fsdptool.records.diagnostic import Answer
 
 T = TypeVar("T")
@@ -245,6 +246,18 @@ def answer_line(text: str) -> None:
     from fsdptool.report.console.tables import print_line
 
     print_line(text)
+
+
+def lost_lines(losses: Iterable[Loss]) -> Iterator[str]:
+    """Say what has no counterpart, and what the other program does instead; keys of one reason together."""
+    keys: dict[str, list[str]] = {}
+    for loss in losses:
+        if loss.value is None and loss.becomes is None:
+            keys.setdefault(loss.why, []).append(loss.name)
+        else:
+            yield f"{loss.name}: {loss.value or 'open'} becomes {loss.becomes or 'nothing'} ({loss.why})"
+    for why, names in keys.items():
+        yield f"{', '.join(names)} ({why})"
 
 
 def check_free(path: Path, *, force: bool) -> None:

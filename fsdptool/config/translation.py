@@ -7,7 +7,7 @@ with what the other program does instead, whatever a writer forgets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_run
@@ -19,6 +19,8 @@ from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.config_documents import Loss
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import FsdpSettings
 
 _TOLD = frozenset({"program", "program_version", "keys", "defaults", "notes", "problems", "mesh", "learning"})
 """Members of a described run that are not compared as facts are."""
@@ -65,6 +67,31 @@ def translate(run: DescribedRun, to: str, *, header: tuple[str, ...] = ()) -> Tr
     back = _read_back(text, form, writer)
     losses = (*_facts(run, back, writer), *_learning(run, back, writer), *_keys(run))
     return Translation(to, text, losses, writer.beside, back)
+
+
+_PLANNED = (
+    *("sequence_length", "micro_batch", "accumulation", "global_batch", "gradient_checkpointing"),
+    *("reshard", "cpu_offload", "fsdp", "mesh", "processes"),
+)
+"""Facts that a plan chooses, or that its options set."""
+
+
+def planned_run(recipe: Recipe, settings: FsdpSettings, described: DescribedRun | None) -> DescribedRun:
+    """Return the run that a plan chose.
+
+    Args:
+        recipe, settings: Recipe and settings of the chosen candidate.
+        described: The run of the training file that was planned, or None: the rest is the recipe's.
+    """
+    from fsdptool.config.recipe import dump_recipe
+    from fsdptool.config.writer import resolved, write_settings
+
+    files = _Beside(texts={"run.accelerate.yaml": write_settings(resolved(settings))})
+    chosen = describe_run(SourceText(dump_recipe(recipe), "run.yaml"), program="fsdptool", files=files)
+    assert chosen is not None
+    if described is None:
+        return chosen
+    return replace(described, **{name: getattr(chosen, name) for name in _PLANNED})
 
 
 def writer_of(program: str) -> RunFormat:
@@ -133,6 +160,8 @@ def _same(name: str, wanted: object, got: object) -> bool:
         return True
     if wanted is False and got is None:
         return True
+    if name == "base_dtype" and got is None:
+        return True  # nothing is frozen
     if name == "lora_dropout" and {wanted, got} == {None, 0.0}:
         return True
     if wanted is None or wanted == ():

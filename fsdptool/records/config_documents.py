@@ -255,6 +255,8 @@ class EmittedConfig:
     text: str
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the workers that the plan assumes."""
+    losses: tuple[Loss, ...] = ()
+    """Of a whole run that is written for another program: what has no counterpart there."""
 
 
 @dataclass(frozen=True, slots=True)

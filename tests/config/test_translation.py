@@ -430,3 +430,29 @@ def test_a_recipe_and_its_accelerate_file_describe_the_run_and_train_it(
     ]
     assert run(command) == 0
     assert Path("out/metrics.jsonl").read_text(encoding="utf-8").count("\n") >= 1
+
+
+def test_a_plan_is_written_for_a_program_with_what_it_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "model_name_or_path: openai-community/gpt2\ndataset_name: a/b\nmax_length: 128\n"
+        "learning_rate: 3.0e-4\n"
+        "fsdp: true\nfsdp_config: {version: 2}\nper_device_train_batch_size: 2\n"
+    )
+    Path("train.yaml").write_text(text, encoding="utf-8")
+    options = {"gpu": "L4-24GB", "gpus": 4, "search": False}
+    plan = fsdptool.plan("train.yaml", **options)  # type: ignore[arg-type]
+    assert plan.inputs.run is not None
+    for to in ("axolotl", "llamafactory", "trl", "automodel", "verl"):
+        found = described(fsdptool.emit_config(plan=plan, to=to, candidate=plan.candidates[0].id))
+        assert (found.program, found.model) == (to, "openai-community/gpt2")
+        assert (found.micro_batch, found.sequence_length) == (2, 128)
+        assert (found.fsdp, found.learning["learning_rate"]) == (2, 3e-4)
+    own = fsdptool.plan("gpt2:small", micro_batch=3, **options)  # type: ignore[arg-type]
+    made = described(fsdptool.emit_config(plan=own, to="trl", candidate=own.candidates[0].id))
+    assert (made.model, made.micro_batch, made.processes) == ("openai-community/gpt2", 3, 4)
+    with pytest.raises(ConfigError, match="--to requires --plan"):
+        fsdptool.emit_config("gpt2:small", to="trl")
+    assert capsys.readouterr().out == ""
