@@ -16,7 +16,7 @@ from fsdptool.files.values import load_schema
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 512,
+    "vocab_size": 128256,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
@@ -38,7 +38,7 @@ gradient_checkpointing: true
 datasets: [{path: org/data, type: alpaca}]
 learning_rate: 0.0002
 """
-LARGE = TRAIN.replace("micro_batch_size: 2", "micro_batch_size: 262144")
+LARGE = TRAIN.replace("micro_batch_size: 2", "micro_batch_size: 1024")
 SETTINGS = """\
 [tool.fsdptool.hardware]
 "large/*" = {gpu = "H100-80GB-SXM", gpus = 8, model = "config.json"}
