@@ -1,13 +1,14 @@
 """Plan real training files of other programs twice, and time the plan that comes from the cache.
 
-    FSDPTOOL_TRAINING_CORPUS=DIR python benchmarks/planning/training_files.py            # the files without a row
-    FSDPTOOL_TRAINING_CORPUS=DIR python benchmarks/planning/training_files.py --again    # every file
-    FSDPTOOL_TRAINING_CORPUS=DIR python benchmarks/planning/training_files.py NAME ...   # files with these names
+    export FSDPTOOL_TRAINING_CORPUS=DIR
+    python benchmarks/planning/training_files.py            # the files without a row
+    python benchmarks/planning/training_files.py --again    # every file
+    python benchmarks/planning/training_files.py NAME ...   # files whose names contain this
 
-The corpus is not part of the repository: its files belong to others, and only their names are kept. Each file is
-planned by the command, as it is, on H100-80GB-SXM: on as many as it was written for where it says so, else on 8.
-Results go to ``benchmarks/results/training-files.json`` after every file. CPU seconds are those of the whole command
-with its imports.
+The corpus is not part of the repository: its files belong to others, and only their names are kept. Each file
+is planned by the command, as it is, on H100-80GB-SXM: on as many as it was written for where it says so, else
+on 8. Results go to ``benchmarks/results/training-files.json`` after every file. CPU seconds are those of the
+whole command with its imports.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from results_file import write_results
+
 from fsdptool.config.described import describe_path
 from fsdptool.errors import FsdptoolError
-from fsdptool.records.diagnostic import library_versions, tool_version
 
 RESULTS = Path(__file__).parents[1] / "results" / "training-files.json"
 GPU, NODE = "H100-80GB-SXM", 8
@@ -40,12 +42,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="parts of the names of files to plan; none: all")
     arguments = parser.parse_args()
     corpus = Path(os.environ["FSDPTOOL_TRAINING_CORPUS"])
-    document = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    rows: dict[str, Any] = {} if arguments.again else document.get("files", {})
+    rows: dict[str, Any] = {}
+    if RESULTS.exists() and not arguments.again:
+        rows = {row["file"]: row for row in json.loads(RESULTS.read_text(encoding="utf-8"))["results"]}
     for name in files(corpus):
         wanted = any(part in name for part in arguments.names)
         if wanted if arguments.names else name not in rows:
-            rows[name] = planned(corpus / name)
+            rows[name] = {"file": name, **planned(corpus / name)}
             print(name, json.dumps(rows[name]), flush=True)
             write(rows)
     write(rows)
@@ -82,8 +85,9 @@ def planned(path: Path) -> dict[str, Any]:
         row["cpu_seconds"] = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2)
     if done.returncode not in (0, 1, 5) or not done.stdout:
         said = done.stderr.strip().splitlines()
-        error = next((line for line in said if line.startswith(("error: ", "internal error: "))), said[-1:])
-        return {**row, "status": done.returncode, "reason": str(error).replace(f"{path.parent}/", "")}
+        errors = (line for line in said if line.startswith(("error: ", "internal error: ")))
+        reason = next(errors, said[-1] if said else "").replace(f"{path.parent}/", "")
+        return {**row, "status": done.returncode, "reason": reason}
     plan = json.loads(done.stdout)
     chosen = plan["chosen"] or plan["candidates"][0]["id"]
     candidate = next(item for item in plan["candidates"] if item["id"] == chosen)
@@ -103,15 +107,16 @@ def planned(path: Path) -> dict[str, Any]:
 def write(rows: dict[str, Any]) -> None:
     """Write the results and their sum."""
     times = sorted(row["cpu_seconds"] for row in rows.values() if "cpu_seconds" in row)
-    document = {
-        "tool_version": tool_version(),
-        "libraries": library_versions(),
-        "gpu": GPU,
-        "verdicts": dict(Counter(row.get("verdict", "no plan") for row in rows.values())),
-        "cpu_seconds_from_the_cache": {"median": times[len(times) // 2], "most": times[-1]} if times else {},
-        "files": rows,
-    }
-    RESULTS.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    summary = {"median": times[len(times) // 2], "most": times[-1]} if times else {}
+    verdicts = dict(Counter(row.get("verdict", "no plan") for row in rows.values()))
+    write_results(
+        RESULTS,
+        "training_files",
+        list(rows.values()),
+        gpu=GPU,
+        verdicts=verdicts,
+        cpu_seconds_from_the_cache=summary,
+    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class CheckOptions(TypedDict, total=False):
     base: Annotated[str | None, Option(
         "Check only what changed since this revision of git (origin/main), and say what the change did.")]
     gpu: Annotated[str | None, Option(
-        "GPU of every file, instead of [tool.fsdptool.hardware] of the project's settings.")]
+        "GPU of every file, instead of the hardware that the project's settings name.")]
     gpus: Annotated[int | None, Option("GPUs per node.")]
     nodes: Annotated[int | None, Option("Number of nodes.")]
     model: Annotated[str | None, Option("Model of the files, where their own is not known.")]
@@ -319,9 +319,12 @@ def _may_fit(plan: Plan) -> bool:
 
 
 def _unplanned(path: Path, error: FsdptoolError | UnreadableError, named: bool) -> CheckedFile:
-    reason = error.message.removeprefix(f"{path} ").removeprefix(f"{path}: ")
+    place = re.match(rf"{re.escape(str(path))}(?::(\d+))?:? ", error.message)
+    reason = error.message[place.end() :] if place is not None else error.message
+    line = int(place[1]) if place is not None and place[1] else None
     advice = error.help if isinstance(error, FsdptoolError) else None
-    return CheckedFile(str(path), None, None, None, "not_planned", reason, advice, named=named)
+    shown = str(path)
+    return CheckedFile(shown, line, shown if line else None, None, "not_planned", reason, advice, named=named)
 
 
 def _internal(error: Exception) -> FsdptoolError:

@@ -105,8 +105,8 @@ def build_app(only: str | None = None, *, listing: bool = False) -> typer.Typer:
         if listing:
             app.command(name)(_listed(file, function or "command"))
         else:
-            # A command line of another program may stand for the model of a plan.
-            settings = {"allow_extra_args": True} if name == "plan" else None
+            # A command line of another program may stand for a file.
+            settings = {"allow_extra_args": True} if name in ("plan", "explain") else None
             found = getattr(import_module(f"fsdptool.cli.{file}"), function or "command")
             app.command(name, context_settings=settings)(found)
     for name, module in _GROUPS.items() if only not in _MODULES else ():

@@ -15,7 +15,13 @@ _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The configuration file; - reads standard input.")],
+    context: typer.Context,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="The configuration file; - reads standard input. A command line stands after --."
+        ),
+    ],
     consumer: Annotated[
         str | None, typer.Option(help="Program that reads the file: accelerate, fsdptool, trainer, ...")
     ] = None,
@@ -26,15 +32,24 @@ def command(
     ] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Show every effective setting with its value and origin, and the run that a training file describes."""
+    """Show every effective setting with its value and origin, and the run that a training file describes.
+
+    Examples:
+
+      fsdptool explain train.yaml
+
+      fsdptool explain -- trl sft --model_name_or_path Qwen/Qwen3-8B
+    """
     from fsdptool.api.explain import explain_one
     from fsdptool.cli.validate import read_input
+    from fsdptool.config.described import describe_command
     from fsdptool.report.console.findings import render_explanation
     from fsdptool.report.console.tables import terminal_width
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
+    source = describe_command([str(file), *context.args])[0] if context.args else read_input(file)
     explained = explain_one(
-        read_input(file) or file, dialect=dialect, consumer=consumer, target=target, environment=environment
+        source or file, dialect=dialect, consumer=consumer, target=target, environment=environment
     )
     if format is Format.JSON:
         print_document(explained.document())

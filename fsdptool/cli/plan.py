@@ -21,11 +21,10 @@ from fsdptool.cli.options import (
     takes,
     write_file,
 )
-from fsdptool.errors import ConfigError, ExitCode
+from fsdptool.errors import ExitCode
 from fsdptool.planning.options import Options, declared
 
 if TYPE_CHECKING:
-    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.plan import Plan
 
 _ANSWER = "Answer"
@@ -117,7 +116,11 @@ def command(
     options = {n: v for n, v in options.items() if v is not None and n not in off}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])
-    described = described_words([options.pop("reference"), *context.args]) if context.args else None
+    described = None
+    if context.args:
+        from fsdptool.config.described import describe_command
+
+        described = describe_command([options.pop("reference"), *context.args])[1]
     if values and described is None:
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
     if values:
@@ -128,26 +131,6 @@ def command(
     repeated = repeated_command(context) if described is None else None
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
-
-
-def described_words(words: Sequence[str]) -> DescribedRun:
-    """Return the run that the words of a command line describe.
-
-    Raises:
-        ConfigError: They start no program that is known.
-    """
-    import shlex
-
-    from fsdptool.config.described import describe_run
-    from fsdptool.files.text import SourceText
-
-    run = describe_run(SourceText(shlex.join(words)))
-    if run is None:
-        raise ConfigError(
-            f"'{words[0]} {words[1]} ...' is not the command line of a training program that is known here",
-            help="name one model; a command line begins after --: fsdptool plan --gpus 8 -- trl sft ...",
-        )
-    return run
 
 
 def exit_code(plan: Plan) -> ExitCode:

@@ -6,7 +6,8 @@ Nothing is imported or executed: files are parsed, variables and interpolations 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -20,7 +21,7 @@ from fsdptool.config.shell import Command, find_commands, parse_command, parse_e
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
@@ -69,6 +70,8 @@ def describe_run(
         # Without the file every other fact would be a default that the file may well override.
         known = file.launch.processes
         return DescribedRun(run.program, run.program_version, processes=known, problems=(unread,))
+    if run is not None and form is None:
+        run = _with_hidden(run, file.hidden)
     if run is not None and run.fsdp == "none" and _hidden_sharding(run):
         run = replace(run, fsdp=None, cpu_offload=None)
     if run is None or run.model is None or run.family is not None:
@@ -110,19 +113,30 @@ def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tupl
     if reader is None:
         return None
     hints = f"{source.path or ''}\n{' '.join(_COMMENT.findall(source.text))}"
-    launch = replace(_launched_beside(source.path, files), problems=tuple(_includes(source, root)))
+    elsewhere = tuple(_includes(source, root))
+    launch = replace(_launched_beside(source.path, files), problems=tuple(said for _, said in elsewhere))
+    hidden = tuple(dict.fromkeys(key for key, _ in elsewhere))
     data = _plain(root)
-    return reader, RunFile(data, launch, source.path, hints, beside=partial(_beside, files))
+    return reader, RunFile(data, launch, source.path, hints, beside=partial(_beside, files), hidden=hidden)
 
 
-def _includes(source: SourceText, root: Node) -> Iterator[str]:
-    """Say what a file takes from elsewhere: tags like ``!include``, and keys that extend another file."""
-    for node in walk(root):
-        if node.error is not None:
-            yield f"line {source.place(node.start)[0]}: {node.error}"
+def _includes(source: SourceText, root: Node) -> Iterator[tuple[str, str]]:
+    """Yield what a file takes from elsewhere, with the key: tags like ``!include``, and extended files."""
     for entry in root.entries:
-        if entry.key in _EXTENDING and entry.node.value is not None:
-            yield f"{entry.key}: {entry.node.value} is not read: what it sets is not known"
+        for node in walk(entry.node):
+            if node.error is not None:
+                yield entry.key, f"line {source.place(node.start)[0]}: {node.error}"
+        if entry.key in _EXTENDING and to_python(entry.node):
+            yield entry.key, f"{entry.key}: {to_python(entry.node)} is not read: what it sets is not known"
+
+
+def _with_hidden(run: DescribedRun, hidden: Sequence[str]) -> DescribedRun:
+    """Return a run in which what keys take from elsewhere may change everything."""
+    keys = run.keys
+    told = {item.key for item in keys.not_modelled if item.changes == "memory"}
+    left = tuple(UnmodelledKey(key, "memory") for key in hidden if key not in told)
+    others = tuple(key for key in keys.no_effect if key not in hidden)
+    return replace(run, keys=replace(keys, no_effect=others, not_modelled=(*keys.not_modelled, *left)))
 
 
 def _launched_beside(path: str | None, files: NamedFiles) -> Launch:
@@ -181,7 +195,7 @@ def _chosen(scores: Mapping[RunFormat, float], program: str | None, path: str | 
         names = " and ".join(form.name for form in winners)
         raise ConfigError(
             f"{path or 'the text'}: {names} claim it equally: it holds the keys of two programs",
-            help="name the program with --dialect, or keep the keys of one",
+            help="keep the keys of one; fsdptool explain --dialect NAME reads the file as one program's",
         )
     return winners[0]
 
@@ -389,3 +403,19 @@ def describe_path(
     except UnreadableError as error:
         raise ConfigError(f"{path}: {error.message}") from error
     return describe_run(source, program=program, files=files)
+
+
+def describe_command(words: Sequence[str]) -> tuple[SourceText, DescribedRun]:
+    """Return the words of a command line as a text, and the run that it describes.
+
+    Raises:
+        ConfigError: They start no program that is known.
+    """
+    source = SourceText(shlex.join(words))
+    run = describe_run(source)
+    if run is None:
+        raise ConfigError(
+            f"'{' '.join(words[:2])} ...' is not the command line of a training program that is known here",
+            help="name one model or file; a command line begins after --: fsdptool plan -- trl sft ...",
+        )
+    return source, run

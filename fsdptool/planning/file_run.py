@@ -84,6 +84,10 @@ _SMALLER = (
 """Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
 
 
+_NOT_KNOWN = ("which is not resolved", "is not known")
+"""How problems of a described run end that may hide its model."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileRun:
     """A described run as inputs of a plan.
@@ -195,7 +199,8 @@ def _model(run: DescribedRun, model: str | None, where: str) -> str:
     if known is not None:
         return known
     if run.model is None:
-        raise PlanError(f"{where} names no model", help="name it: --model REFERENCE")
+        why = next((f": {item}" for item in run.problems if item.endswith(_NOT_KNOWN)), "")
+        raise PlanError(f"{where} names no model{why}", help="name it: --model REFERENCE")
     raise PlanError(
         f"{where} trains {run.model}, whose sizes are not known here",
         help="give its configuration: --model path/to/config.json, or a size of fsdptool families",

@@ -145,7 +145,7 @@ class CheckedFile:
 
     Attributes:
         path: The file.
-        line: Line of ``changed_in`` that changed the run; null if that is not known.
+        line: Line of ``changed_in`` that changed the run, or that cannot be read; null if that is not known.
         changed_in: The file that changed: this one, or one that it names; null without a revision to compare.
         program: Program that the file is for; null where none is recognised.
         verdict: Whether the run fits. ``unknown`` where what is not planned could turn the answer, or where

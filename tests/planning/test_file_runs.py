@@ -328,9 +328,9 @@ def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_p
 
 
 def test_sharding_that_nothing_says_leaves_no_certain_verdict(model: str) -> None:
-    from fsdptool.cli.plan import described_words
+    from fsdptool.config.described import describe_command
 
     line = "accelerate launch --config_file nowhere.yaml --num_processes 2 sft.py --model_name_or_path gpt2"
-    run_open = described_words([*line.split(), "--dataset_name", "d", "--output_dir", "o"])
+    _, run_open = describe_command([*line.split(), "--dataset_name", "d", "--output_dir", "o"])
     options = Options(model=model, gpu="H100-80GB-SXM", gpus=2)
     assert bound_of(read_request(options, run_open).inputs.limits) == "open"

@@ -173,17 +173,16 @@ def parse_source(source: SourceText, dialect: Dialect | None) -> Document:
     Raises:
         ParseError: The text cannot be parsed.
     """
-    from fsdptool.files.tree import parse_json_source
+    from fsdptool.files.tree import parse_json_source, parse_toml
     from fsdptool.files.yaml_tree import parse_yaml
 
     document = dialect.parse(source) if dialect is not None else None
     if document is not None:
         return document
-    return (
-        parse_json_source(source)
-        if (source.path or "").lower().endswith(".json")
-        else parse_yaml(source.text)
-    )
+    name = (source.path or "").lower()
+    if name.endswith(".toml"):
+        return parse_toml(source.text)
+    return parse_json_source(source) if name.endswith(".json") else parse_yaml(source.text)
 
 
 @dataclass(frozen=True, slots=True)

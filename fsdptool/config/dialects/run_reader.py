@@ -157,6 +157,7 @@ class RunFile:
         version: Version of the program to judge for, or None for that of the program's table.
         environment: Variables that a script assigns before its command.
         beside: Reads a file that the keys name, as plain data; None where it cannot be read.
+        hidden: Keys of the file whose values lie elsewhere and are not read.
     """
 
     data: Mapping[str, Any]
@@ -166,6 +167,7 @@ class RunFile:
     version: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[str], Any] = lambda name: None
+    hidden: tuple[str, ...] = ()
 
 
 def beside(file: RunFile, *names: str | None) -> Any:
@@ -204,6 +206,10 @@ def state_bits(optimizer: str | None, stored: str | None) -> int | None:
     return _WIDTH.get(stored or "")
 
 
+_OF_WHOLE_RUN = re.compile(
+    r"(?:^|[._])(?:(?<!accumulation_)steps|epochs|iterations|gpus_per_node|num_gpus|nodes|nnodes|processes)$"
+)
+"""Keys that say how long a run is, or on how many GPUs: a plan is for those that its options name."""
 _WHOLE = frozenset([
     "lora_rank", "sequence_length", "height", "width", "frames", "pixel_area", "micro_batch", "accumulation",
     "global_batch", "optimizer_state_bits", "processes", "steps",
@@ -226,6 +232,7 @@ class RunReader:
         self.used: dict[str, None] = {}
         self.asked: set[str] = set()
         self.unread: set[str] = set()
+        self.wrong: dict[str, None] = {}
         self.taken: dict[str, TakenDefault] = {}
         self.learnt: dict[str, None] = {}
         self.notes: list[str] = []
@@ -297,8 +304,11 @@ class RunReader:
                 return int(float(word)) if "." in word else int(word)
             if word.lower() in ("none", "null", ""):
                 return None
-            what = "is a variable, which is not resolved" if _VARIABLE.search(value) else ""
-            self.problems.append(f"{key}: {value} {what}" if what else _must(key, "a whole number", value))
+            if not _VARIABLE.search(value):
+                self._wrong(key, "a whole number", value)
+                return None
+            self.problems.append(f"{key}: {value} is a variable, which is not resolved")
+            self._misread(key)
             return None
         if value is None:
             return None
@@ -395,6 +405,12 @@ class RunReader:
 
     def _wrong(self, key: str, must: str, value: Any) -> None:
         self.problems.append(_must(key, must, value))
+        self._misread(key)
+
+    def _misread(self, key: str) -> None:
+        """Note a key whose value is not known, so that no plan is certain."""
+        if not _OF_WHOLE_RUN.search(key):
+            self.wrong.setdefault(key)
 
     def _told(self) -> FileKeys:
         no_effect: list[str] = []
@@ -403,7 +419,10 @@ class RunReader:
         effects: tuple[tuple[ChangedThing, Collection[str]], ...] = (
             ("memory", self.keys.memory), ("time", self.keys.time), ("numbers", self.keys.numbers),
         )  # fmt: skip
+        not_modelled += (UnmodelledKey(key, "memory") for key in self.wrong)
         for key, value in self._unread(self.data, ""):
+            if key in self.wrong:
+                continue
             if key in self.unread:
                 no_effect.append(key)
                 continue
@@ -425,7 +444,8 @@ class RunReader:
             else:
                 self.notes.append(f"{self.keys.program} {self.keys.version} drops unknown keys: {names}")
         learnt = tuple(key for key in self.learnt if key not in self.used)
-        return FileKeys(tuple(self.used), tuple(no_effect), tuple(not_modelled), learnt)
+        used = tuple(key for key in self.used if key not in self.wrong)
+        return FileKeys(used, tuple(no_effect), tuple(not_modelled), learnt)
 
     def _unread(self, data: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         """Yield the keys that nobody asked for; a section whose keys are known singly yields those."""
