@@ -400,14 +400,6 @@ FAULTS = (
     ),
     PlantedFault(
         "23",
-        "no step is read ahead",
-        _LOADER,
-        "threading.Semaphore(1)",
-        "threading.Semaphore(0)",
-        (*_IN_AHEAD, "-k", "one_step_is_read_ahead", "-o", "faulthandler_timeout=60"),
-    ),
-    PlantedFault(
-        "23",
         "two steps are read ahead",
         _LOADER,
         "threading.Semaphore(1)",
@@ -674,13 +666,8 @@ FAULTS = (
         "fused loss",
         "a model that shortens its logits is accepted",
         _TAIL,
-        "        elif _assigned(statement) == self._name:\n"
-        "            self._follow(statement.value)  # type: ignore[attr-defined]\n"
-        "        else:\n            raise _UnknownError\n",
-        "        elif _assigned(statement) == self._name:\n"
-        "            if not isinstance(statement.value, ast.Subscript):  # type: ignore[attr-defined]\n"
-        "                self._follow(statement.value)  # type: ignore[attr-defined]\n"
-        "        else:\n            raise _UnknownError\n",
+        "        named = [item.arg for item in keywords if self._is_logits(item.value)]\n",
+        "        named = [item.arg for item in keywords if self._contains(item.value)]\n",
         _IN_TAIL,
     ),
     PlantedFault(
