@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -66,6 +67,19 @@ def test_messages_of_the_program_name_pages_that_exist() -> None:
     }
     assert len(named) > 20
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_every_test_that_a_page_or_a_planted_fault_names_exists() -> None:
+    planted = json.loads((ROOT / "benchmarks" / "results" / "planted-cuda.json").read_text(encoding="utf-8"))
+    named = {word for row in planted for word in row["test"] if word.startswith("tests/")}
+    named |= {row["failed"].partition("[")[0] for row in planted}
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        named |= set(re.findall(r"(?<![\w/.-])tests/[\w/]+\.py(?:::\w+)?", path.read_text(encoding="utf-8")))
+    assert len(named) > 40
+    for name in sorted(named):
+        file, _, test = name.partition("::")
+        assert (ROOT / file).is_file(), name
+        assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
