@@ -48,6 +48,7 @@ _DEVICES = "fsdptool/distributed/devices.py"
 
 _IN_OFFLOAD = ("tests/training/test_offload.py", "-k", "async and adamw")
 _IN_SESSION = "tests/training/test_session.py"
+_IN_CHECKPOINTS = ("tests/training/test_checkpoints.py", "-k", "reports_every_tensor")
 _IN_PACKED = "tests/objectives/test_packed_attention.py"
 _DOCUMENTS = (_IN_PACKED, "-k", "documents_attend and (mistral or gemma3) or only_a_gpus_batch")
 _IN_ATTENTION = ("tests/memory/test_cuda_attention.py", "-k", "kernel_follows or fp32_keeps or takes_buffers")
@@ -138,6 +139,22 @@ FAULTS = (
         "                if int(missing[1]) != seen:\n",
         "                if missing[0]:\n",
         (_IN_SESSION, "-k", "ranks_do_not_wait"),
+    ),
+    PlantedFault(
+        "5",
+        "a full save reports no progress, so that the ranks that wait for it give up",
+        "fsdptool/training/checkpoint/storage.py",
+        "        self._next += 1\n        self._pace.report()\n",
+        "        self._next += 1\n",
+        _IN_CHECKPOINTS,
+    ),
+    PlantedFault(
+        "5",
+        "a sharded save reports no progress",
+        "fsdptool/training/checkpoint/storage.py",
+        "    pace.report()\n    value = planner",
+        "    value = planner",
+        _IN_CHECKPOINTS,
     ),
     PlantedFault(
         "6",
@@ -237,6 +254,14 @@ FAULTS = (
         "    mine = chosen.new_zeros(count).scatter_add_(0, chosen, ones).view(-1, held)\n",
         "    mine = chosen.bincount(minlength=count).view(-1, held)\n",
         _IN_WORK,
+    ),
+    PlantedFault(
+        "13",
+        "the host waits twice in each layer of experts",
+        "fsdptool/modeling/expert_parallel.py",
+        "torch.stack((mine.sum(1), theirs.sum(1))).tolist()",
+        "(mine.sum(1).tolist(), theirs.sum(1).tolist())",
+        ("tests/training/test_waits.py", "-k", "test_a_launched_step_does_not_wait and experts"),
     ),
     PlantedFault(
         "13",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoint_cases as cases
 import pytest
+import torch
 from pool import Pool
 
+from fsdptool.distributed.session import LongWait
 from fsdptool.runs.manifest import (
     MANIFEST,
     SUPERSEDED,
@@ -18,6 +22,7 @@ from fsdptool.runs.manifest import (
     list_checkpoints,
     newest_good,
 )
+from fsdptool.training.checkpoint.storage import Staged, save_full, save_sharded
 
 pytestmark = pytest.mark.distributed
 
@@ -183,3 +188,13 @@ def test_a_relaunch_before_the_first_checkpoint_begins_where_the_run_did(pool: P
     found = pool.run(cases.load_newest, 2, str(second), "auto", 1, origin)
     assert [item["step"] for item in found] == [6, 6], "its own checkpoint comes first"
     assert steps_in(first) == [folder_name(4)]
+
+
+@pytest.mark.parametrize("save", [save_sharded, save_full])
+def test_a_save_reports_every_tensor(tmp_path: Path, save: Callable[..., None]) -> None:
+    """Ranks that have written wait for the others as long as somebody reports."""
+    reports: list[float] = []
+    pace = LongWait(None, patience=1.0, beat=lambda: reports.append(time.monotonic()))
+    staged = Staged({f"model/{number}": torch.zeros(2) for number in range(5)}, {})
+    save(staged, tmp_path, None, lambda files: None, pace)
+    assert len(reports) == 5
