@@ -190,6 +190,7 @@ def test_a_relaunch_before_the_first_checkpoint_begins_where_the_run_did(pool: P
     assert steps_in(first) == [folder_name(4)]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("save", [save_sharded, save_full])
 def test_a_save_reports_every_tensor(tmp_path: Path, save: Callable[..., None]) -> None:
     """Ranks that have written wait for the others as long as somebody reports."""
