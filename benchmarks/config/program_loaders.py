@@ -78,13 +78,20 @@ def _arguments(loaded: Any) -> dict[str, Any]:
     }
 
 
-def trl(data: dict[str, Any]) -> dict[str, Any]:
-    """Return facts from TRL's own parser, with the configuration of the trainer that the file is for."""
+def trl(data: dict[str, Any], path: Path | None = None) -> dict[str, Any]:
+    """Return facts from TRL's own parser, with the configuration of the trainer that the file is for.
+
+    Args:
+        data: The keys.
+        path: The file, to be given by ``--config``; None gives its keys as arguments.
+    """
     from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     kind = GRPOConfig if "num_generations" in data else DPOConfig if "beta" in data else SFTConfig
     parser = TrlParser(dataclass_types=[ScriptArguments, kind, ModelConfig])
     words = [f"--{key}={_word(value)}" for key, value in data.items() if value is not None and key != "env"]
+    if path is not None:
+        words = ["--config", str(path)]
     script, config, model, *left = parser.parse_args_and_config(
         [*words, "--use_cpu=true"], return_remaining_strings=True
     )

@@ -133,6 +133,23 @@ class RunWriter:
             self.lose(f"{self.program} has no word for {value}", fact)
         return words.get(value)
 
+    def targets(self) -> tuple[str, ...] | str | None:
+        """Return the adapted modules as peft names them: by the ends of their paths, or as one expression."""
+        named = self.run.lora_targets
+        if named is None or named == "all-linear":
+            return named
+        names = [name.removeprefix("*.") for name in ((named,) if isinstance(named, str) else named)]
+        if isinstance(named, tuple) and any(" " in name for name in names):
+            self.lose("the source says it in words", "lora_targets")
+            return "all-linear"
+        if isinstance(named, str) and named.startswith("*") is False:
+            return named
+        self.lose("peft names modules by the ends of their paths", "lora_targets")
+        if not any("*" in name for name in names):
+            return tuple(names)
+        patterns = (re.escape(name).replace(r"\*", ".*") for name in names)
+        return rf"(?:.*\.)?(?:{'|'.join(patterns)})"
+
     def classes(self) -> tuple[str, ...]:
         """Return the classes of layers to wrap, as transformers names them; empty: those of the model."""
         run = self.run
@@ -175,6 +192,14 @@ class RunWriter:
                 self.lose(f"{self.program} has no word for {value}", f"learning.{name}")
             else:
                 self.put(item.key, item.words.get(value, value) if item.words else value)
+
+    def put_clipping(self, key: str) -> None:
+        """Set the norm to which gradients are clipped; 0, which is no clipping elsewhere, is out of reach."""
+        norm = self.run.learning.get("max_grad_norm")
+        if norm is not None and float(norm) <= 0:
+            self.lose("no clipping is written as a norm that nothing reaches", "learning.max_grad_norm")
+            norm = 1e9
+        self.put(key, norm)
 
     def dataset(self) -> str:
         """Return the data set's name on the Hub, or a placeholder that says so."""

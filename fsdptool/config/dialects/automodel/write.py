@@ -36,7 +36,8 @@ def write(to: RunWriter) -> None:
     target = to.optimizer(_OPTIMIZERS) or "torch.optim.AdamW"
     to.put("optimizer._target_", target)
     to.put("compile.enabled", bool(run.compile))
-    to.put_learning(KEYS.learning, "dataset", "adam_beta1", "adam_beta2", "lora_alpha")
+    to.put_learning(KEYS.learning, "dataset", "adam_beta1", "adam_beta2", "lora_alpha", "max_grad_norm")
+    to.put_clipping("clip_grad_norm.max_norm")
     if target.endswith(("AdamW", "AdamW8bit")):
         betas = [run.learning.get("adam_beta1", 0.9), run.learning.get("adam_beta2", 0.999)]
         to.put("optimizer.betas", betas)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fsdptool.config.canonical import values_written
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
 from fsdptool.config.dialects.run_writer import RunWriter
+from fsdptool.errors import ConfigError
 
 _ATTENTION = {
     **{name: name for name in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")},
@@ -30,6 +31,11 @@ def write(to: RunWriter, block: Mapping[str, str]) -> None:
     """Set the keys of an axolotl file; ``block`` names the settings of ``fsdp_config``."""
     run = to.run
     to.need_objective("sft", "pretrain", "reward", *_RL)
+    if run.objective == "dpo" and run.method in ("qlora", "lora8bit") and run.fsdp not in (None, "none"):
+        raise ConfigError(
+            "axolotl has no counterpart of dpo over a quantised base under FSDP2",
+            help="train without FSDP, or over a base in 16 bits",
+        )
     to.put("base_model", to.model())
     _data(to)
     _method(to)
@@ -37,16 +43,24 @@ def write(to: RunWriter, block: Mapping[str, str]) -> None:
     if run.sequence_length is None:
         to.lose("without it axolotl cuts samples at 512 tokens", "sequence_length")
     to.put("sequence_len", run.sequence_length)
-    to.put("sample_packing", bool(run.packing))
-    to.put("micro_batch_size", run.micro_batch)
-    to.put("gradient_accumulation_steps", run.accumulation)
+    to.put("sample_packing", bool(run.packing) and run.objective in (None, "sft", "pretrain"))
+    to.lose("axolotl packs no samples of preferences and rewards", "packing")
+    micro, accumulation = run.micro_batch, run.accumulation
+    if (run.mesh.cp or 1) > 1 and to.data["sample_packing"] and (micro or 1) > 1:
+        to.lose("axolotl divides packed rows one by one", "micro_batch", "accumulation")
+        micro, accumulation = 1, (micro or 1) * (accumulation or 1)
+    to.put("micro_batch_size", micro)
+    to.put("gradient_accumulation_steps", accumulation)
     if run.micro_batch is None or run.accumulation is None:
         to.lose("left open by the source: axolotl takes 1", "micro_batch", "accumulation")
     to.put("max_steps", run.steps)
     to.put("num_epochs", run.epochs)
     to.put("optimizer", to.optimizer(_OPTIMIZERS, _as_it_is(run.optimizer)))
-    kernel = run.attention if "/" in (run.attention or "") else None
-    to.put("attn_implementation", kernel or to.choice("attention", _ATTENTION))
+    if (run.mesh.cp or 1) > 1 and run.attention != "flash_attention_2":
+        to.lose("axolotl divides sequences under flash_attention_2 alone", "attention")
+        to.put("attn_implementation", "flash_attention_2")
+    else:
+        _attention(to)
     to.put("torch_compile", run.compile)
     _loss(to)
     _checkpointing(to)
@@ -56,6 +70,11 @@ def write(to: RunWriter, block: Mapping[str, str]) -> None:
         to.put("learning_rate", 1e-4)
         to.lose("axolotl needs one: 1e-4 is written", "learning.learning_rate")
     to.launched()
+
+
+def _attention(to: RunWriter) -> None:
+    kernel = to.run.attention if "/" in (to.run.attention or "") else None
+    to.put("attn_implementation", kernel or to.choice("attention", _ATTENTION))
 
 
 def _as_it_is(name: str | None) -> tuple[str, ...]:
@@ -73,6 +92,7 @@ def _data(to: RunWriter) -> None:
     to.put("pretraining_dataset" if texts else "datasets", [{"path": to.dataset(), "type": kind}])
     if objective in _RL:
         to.put("rl", objective)
+        to.put("remove_unused_columns", False if objective == "kto" else None)
     elif objective == "reward":
         to.put("reward_model", True)
 
@@ -90,10 +110,11 @@ def _method(to: RunWriter) -> None:
     to.put("load_in_8bit", run.method == "lora8bit")
     to.put("lora_r", run.lora_rank)
     to.put("lora_dropout", run.lora_dropout or 0.0)
-    if run.lora_targets == "all-linear":
+    targets = to.targets()
+    if targets == "all-linear":
         to.put("lora_target_linear", True)
     else:
-        to.put("lora_target_modules", run.lora_targets)
+        to.put("lora_target_modules", targets)
     to.put("lora_modules_to_save", run.lora_modules_to_save or None)
     if run.method == "qlora":
         to.lose(
@@ -125,11 +146,11 @@ def _loss(to: RunWriter) -> None:
 
 def _checkpointing(to: RunWriter) -> None:
     run, mode = to.run, to.run.gradient_checkpointing
-    to.put("gradient_checkpointing", mode not in (None, "none"))
+    offloads = bool(run.activation_offloading) or mode == "offload"
+    to.put("gradient_checkpointing", mode not in (None, "none") or offloads)
     to.put("selective_checkpointing", mode == "selective" or None)
     if mode == "selective" and run.program != to.program:
         to.lose("axolotl saves the attention of each layer and recomputes the rest", "gradient_checkpointing")
-    offloads = bool(run.activation_offloading) or mode == "offload"
     to.put("activation_offloading", offloads or None)
     if offloads:
         why = "axolotl offloads the inputs of layers and recomputes the rest"

@@ -24,6 +24,10 @@ def write(to: RunWriter) -> None:
     to.put("model_name_or_path", to.model())
     to.put("stage", _STAGES[objective])
     to.put("do_train", True)
+    if objective == "ppo":
+        to.put("reward_model", "YOUR-REWARD-MODEL")
+        to.put("reward_model_type", "full")
+        to.lose("LLaMA-Factory takes the rewards from a model: name it", "learning.rewards")
     to.put("pref_loss", objective if objective in ("orpo", "simpo") else None)
     to.put("dataset", to.dataset())
     if run.program != to.program:
@@ -67,7 +71,7 @@ def _method(to: RunWriter) -> None:
         return
     to.put("lora_rank", run.lora_rank)
     to.put("lora_dropout", run.lora_dropout or 0.0)
-    targets = run.lora_targets
+    targets = to.targets()
     if isinstance(targets, str) and targets != "all-linear":
         to.lose("LLaMA-Factory takes the names of modules, and no regular expression", "lora_targets")
     to.put("lora_target", "all" if targets == "all-linear" else targets)

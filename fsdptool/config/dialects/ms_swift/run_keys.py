@@ -5,8 +5,8 @@ Source: ms-swift 4.6.0 ``swift/arguments`` (sft, pt, rlhf) and ``swift/trainers/
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
-from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, MEMORY, NO_EFFECT, NUMBERS, TIME
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
+from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, LEARNING, MEMORY, NO_EFFECT, NUMBERS, TIME
 
 KEYS = RunKeys(
     program="ms-swift",
@@ -76,6 +76,20 @@ KEYS = RunKeys(
     vit_gradient_checkpointing_kwargs
     """),
     unknown="refused",
+    learning={
+        **LEARNING,
+        "learning_rate": Learned("learning_rate", lambda run: 1e-5 if run.method == "full" else 1e-4),
+        "weight_decay": Learned("weight_decay", 0.1),
+        "adam_beta2": Learned("adam_beta2", 0.95),
+        "scheduler": Learned("lr_scheduler_type", "cosine"),
+        "lora_alpha": Learned("lora_alpha", lambda run: 32 if run.lora_rank else None),
+        "preference_beta": Learned("beta"),
+        "completions": Learned("num_generations", lambda run: 8 if run.objective == "grpo" else None),
+        "completion_length": Learned(
+            "max_completion_length", lambda run: 512 if run.objective == "grpo" else None
+        ),
+        "dataset": Learned("dataset"),
+    },
 )
 
 SHIPPED = {

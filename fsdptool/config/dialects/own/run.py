@@ -59,8 +59,9 @@ def describe(file: RunFile) -> DescribedRun:
     if mode is None and launch.fsdp is not None:
         mode = "full" if launch.checkpointing else "none"
     fused = recipe.objective.fused
+    unclipped = {} if recipe.optimizer.clip_grad_norm is not None else {"max_grad_norm": 0.0}
     accumulation = batch.accumulation if batch.global_batch is None else None
-    return read.describe(
+    described = read.describe(
         model=model.reference,
         family=model.reference if ":" in model.reference and "/" not in model.reference else None,
         method=_METHODS.get(base, "lora") if adapter else recipe.method.name,
@@ -99,6 +100,7 @@ def describe(file: RunFile) -> DescribedRun:
         steps=recipe.steps,
         epochs=recipe.epochs,
     )
+    return replace(described, learning={**described.learning, **unclipped})
 
 
 def _objective(recipe: Recipe) -> str | None:

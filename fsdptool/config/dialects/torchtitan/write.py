@@ -56,7 +56,8 @@ def write(to: RunWriter) -> None:
     to.put("compile.enable", bool(run.compile))
     to.lose("torchtitan's model decides its attention", "attention")
     to.lose("torchtitan computes whole logits", "fused_loss")
-    to.put_learning(KEYS.learning, "dataset")
+    to.put_learning(KEYS.learning, "dataset", "max_grad_norm")
+    to.put_clipping("training.max_norm")
     to.lose("given at the launch (torchrun --nproc_per_node)", "processes", "global_batch")
     to.text = toml_text(to.data)
 

@@ -6,7 +6,7 @@ bd2a0fc.
 
 from __future__ import annotations
 
-from fsdptool.config.dialects.run_reader import RunKeys, names, sides
+from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
 KEYS = RunKeys(
     program="torchtune",
@@ -39,6 +39,24 @@ KEYS = RunKeys(
     model.image_size tensor_parallel_plan tensor_parallel_plan.* _non_blocking_checkpoint
     """),
     unknown="dropped",
+    learning={
+        "learning_rate": Learned("optimizer.lr", 1e-3),
+        "weight_decay": Learned("optimizer.weight_decay", 0.01),
+        "adam_beta1": Learned("optimizer.betas.0", 0.9),
+        "adam_beta2": Learned("optimizer.betas.1", 0.999),
+        "adam_epsilon": Learned("optimizer.eps", 1e-8),
+        "max_grad_norm": Learned("clip_grad_norm", 0.0),
+        "scheduler": Learned(
+            "lr_scheduler._component_",
+            "constant",
+            words={"cosine": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"},
+        ),
+        "warmup_steps": Learned("lr_scheduler.num_warmup_steps", 0),
+        "seed": Learned("seed"),
+        "output": Learned("output_dir"),
+        "lora_alpha": Learned("model.lora_alpha"),
+        "dataset": Learned("dataset.source"),
+    },
 )
 
 MODELS = {

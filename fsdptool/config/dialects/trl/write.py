@@ -72,7 +72,7 @@ def _method(to: RunWriter) -> None:
     to.put("use_peft", True)
     to.put("lora_r", run.lora_rank)
     to.put("lora_dropout", run.lora_dropout or 0.0)
-    to.put("lora_target_modules", run.lora_targets)
+    to.put("lora_target_modules", to.targets())
     to.put("lora_modules_to_save", run.lora_modules_to_save or None)
     to.put("load_in_4bit", run.method == "qlora" or None)
     to.put("load_in_8bit", run.method == "lora8bit" or None)

@@ -21,6 +21,8 @@ def write(to: RunWriter) -> None:
     rewarded = run.objective in _ESTIMATORS
     if run.objective == "pretrain":
         to.lose("verl trains samples", "objective")
+    to.put("hydra.searchpath", ["pkg://verl.trainer.config"])
+    to.put("defaults", ["ppo_trainer" if rewarded else "sft_trainer_engine", "_self_"])
     model, engine = (_MODEL, f"{_ACTOR}.fsdp_config") if rewarded else ("model", "engine")
     to.put("data.train_files", to.dataset())
     if run.program != to.program:
@@ -44,7 +46,10 @@ def write(to: RunWriter) -> None:
     to.put("trainer.total_training_steps", run.steps)
     to.put("trainer.total_epochs", run.epochs if run.epochs is None else max(1, round(run.epochs)))
     to.lose("verl counts whole passes", "epochs")
-    to.put_learning((RL if rewarded else ENGINE).learning, "dataset", "adam_beta1", "adam_beta2")
+    to.put_learning(
+        (RL if rewarded else ENGINE).learning, "dataset", "adam_beta1", "adam_beta2", "max_grad_norm"
+    )
+    to.put_clipping(f"{_ACTOR}.grad_clip" if rewarded else "optim.clip_grad")
     betas = [run.learning.get("adam_beta1", 0.9), run.learning.get("adam_beta2", 0.999)]
     to.put(f"{_ACTOR}.optim.betas" if rewarded else "optim.betas", betas)
 
@@ -54,7 +59,7 @@ def _method(to: RunWriter, model: str) -> None:
     adapters = run.method in ("lora", "qlora", "lora8bit")
     if adapters:
         to.put(f"{model}.lora_rank", run.lora_rank)
-        to.put(f"{model}.target_modules", run.lora_targets)
+        to.put(f"{model}.target_modules", to.targets())
     to.lose("verl trains every parameter, or adapters over an unquantised base", "method", "quantisation")
     to.lose("verl's adapters drop nothing", "lora_dropout")
     to.lose("verl has no modules that train beside the adapters", "lora_modules_to_save")
