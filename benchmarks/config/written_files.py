@@ -20,11 +20,11 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import program_loaders
 import yaml
 
 from fsdptool.config.described import describe_path
@@ -32,15 +32,15 @@ from fsdptool.config.translation import Translation, translate
 from fsdptool.errors import ConfigError
 from fsdptool.records.codec import to_json
 
+program_loaders: Any = import_module("program_loaders")
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "bf16": "bf16", "fp32": "fp32", "auto": "bf16"}
 _ENDINGS = (".yaml", ".yml", ".json", ".toml", ".args", ".env")
 
 
 def torchtitan(path: Path) -> dict[str, Any]:
     """Return facts from torchtitan's ``ConfigManager``."""
-    from torchtitan.config.manager import ConfigManager
-
-    loaded = ConfigManager().parse_args(["--job.config_file", str(path)])
+    manager = import_module("torchtitan.config.manager")
+    loaded = manager.ConfigManager().parse_args(["--job.config_file", str(path)])
     training, mesh = loaded.training, loaded.parallelism
     return {
         "model": f"{loaded.model.name} {loaded.model.flavor}",
@@ -72,11 +72,10 @@ def torchtitan(path: Path) -> dict[str, Any]:
 
 def automodel(path: Path) -> dict[str, Any]:
     """Return facts from AutoModel's loader, which imports what ``_target_`` names, and its mesh parser."""
-    from nemo_automodel.components.config.loader import load_yaml_config
-    from nemo_automodel.recipes._dist_utils import parse_distributed_section
-
-    loaded = load_yaml_config(str(path))
-    mesh = parse_distributed_section(loaded.distributed.to_dict())
+    loaded = import_module("nemo_automodel.components.config.loader").load_yaml_config(str(path))
+    mesh = import_module("nemo_automodel.recipes._dist_utils").parse_distributed_section(
+        loaded.distributed.to_dict()
+    )
     steps = loaded.step_scheduler
     return {
         "model": loaded.model.pretrained_model_name_or_path,
@@ -96,14 +95,13 @@ def automodel(path: Path) -> dict[str, Any]:
 
 def verl(path: Path) -> dict[str, Any]:
     """Return facts from what Hydra composes of the file and verl's defaults; it refuses unknown keys."""
-    from hydra import compose, initialize_config_dir
-
+    hydra = import_module("hydra")
     found = find_spec("verl")
     assert found is not None and found.submodule_search_locations is not None
     place = Path(next(iter(found.submodule_search_locations))) / "trainer" / "config"
-    with initialize_config_dir(str(path.parent), version_base=None):
+    with hydra.initialize_config_dir(str(path.parent), version_base=None):
         # verl itself needs Ray to be imported; only its folder of defaults is needed here.
-        loaded = compose(path.stem, overrides=[f"hydra.searchpath=[file://{place}]"])
+        loaded = hydra.compose(path.stem, overrides=[f"hydra.searchpath=[file://{place}]"])
     rewarded = "actor_rollout_ref" in loaded
     actor = loaded.actor_rollout_ref.actor if rewarded else loaded
     model = loaded.actor_rollout_ref.model if rewarded else loaded.model
@@ -130,12 +128,14 @@ def verl(path: Path) -> dict[str, Any]:
 
 def trl(path: Path) -> dict[str, Any]:
     """Return facts from TRL's parser, which is given the file by ``--config``."""
-    return program_loaders.trl(yaml.safe_load(path.read_text(encoding="utf-8")), path)
+    facts: dict[str, Any] = program_loaders.trl(yaml.safe_load(path.read_text(encoding="utf-8")), path)
+    return facts
 
 
 def llamafactory(path: Path) -> dict[str, Any]:
     """Return facts from LLaMA-Factory's argument classes."""
-    return program_loaders.llamafactory(yaml.safe_load(path.read_text(encoding="utf-8")))
+    facts: dict[str, Any] = program_loaders.llamafactory(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return facts
 
 
 def axolotl(path: Path) -> dict[str, Any]:
@@ -145,7 +145,8 @@ def axolotl(path: Path) -> dict[str, Any]:
     stopped = axolotl_oracle.run_axolotl(path.read_text(encoding="utf-8"))
     if isinstance(stopped, str):
         raise ValueError(stopped)
-    return program_loaders.axolotl(yaml.safe_load(path.read_text(encoding="utf-8")))
+    facts: dict[str, Any] = program_loaders.axolotl(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return facts
 
 
 LOADERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
