@@ -109,12 +109,13 @@ def emit_config(reference: str | None = None, /, **options: Unpack[EmissionOptio
     """Return the accelerate YAML for a plan or a model, or the file of a program for a plan's whole run.
 
     Args:
-        reference: A model: ``family:flavour``, hub id, folder.
+        reference: A model (``family:flavour``, hub id, folder), or a training file of some program.
         **options: The options of ``fsdptool emit-config``. ``plan`` may be the record, too.
 
     Raises:
         ConfigError: Neither or both of model and plan are given, the plan has no chosen candidate, or an
             argument is impossible.
+        PlanError: A training file leaves its model or its number of processes open.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     if reference is not None:
@@ -124,6 +125,8 @@ def emit_config(reference: str | None = None, /, **options: Unpack[EmissionOptio
 
 def prepare_emission(options: EmissionOptions) -> Emission:
     """Return what a plan chose, or a preset's settings for a model; as :func:`emit_config` says."""
+    from fsdptool.planning.file_run import read_file_run
+
     options = with_defaults(EmissionOptions, options)
     reference, plan, preset = options["reference"], options["plan"], options["preset"]
     trust_remote_code = options["trust_remote_code"]
@@ -136,20 +139,21 @@ def prepare_emission(options: EmissionOptions) -> Emission:
         raise ConfigError("a model, a plan or a preset is required", help=advice)
     else:
         model = None
-        if reference is not None:
+        run = read_file_run(reference) if reference is not None else None
+        if run is not None and preset is not None:
+            raise ConfigError(f"{reference} describes a whole run", help="leave the preset out")
+        if reference is not None and run is None:
             model = ModelChoice(
                 reference,
                 revision=options["revision"],
                 component=options["component"],
                 trust_remote_code=trust_remote_code,
             )
-        emission = from_reference(
-            model,
-            preset=preset,
-            layout=options["layout"],
-            wrap=tuple(options["wrap"]),
-            exclude=tuple(options["exclude"]),
-        )
+        classes = tuple(options["wrap"]), tuple(options["exclude"])
+        if run is not None:
+            emission = from_run(run, str(reference), options["processes"], options["layout"], *classes)
+        else:
+            emission = from_reference(model, preset, options["layout"], *classes)
     settings = adjust(
         emission.settings,
         processes=options["processes"],
@@ -249,11 +253,10 @@ def _sized(batch: Batch, sample: SampleSize) -> Batch:
 
 def from_reference(
     choice: ModelChoice | None,
-    *,
-    preset: str | None = None,
-    layout: Layout | str = "native",
-    wrap: tuple[str, ...] = (),
-    exclude: tuple[str, ...] = (),
+    preset: str | None,
+    layout: Layout | str,
+    wrap: tuple[str, ...],
+    exclude: tuple[str, ...],
 ) -> Emission:
     """Return a preset's settings (default ``single-node``) with the wrap classes of a model.
 
@@ -279,6 +282,42 @@ def from_reference(
     chosen: Layout = "accelerate" if layout == "accelerate" else "native"
     recipe = Recipe(choice, sharding=Sharding(layout=chosen))
     return Emission(settings, layout, choice.reference, None, recipe, anatomy)
+
+
+def from_run(
+    run: DescribedRun,
+    where: str,
+    processes: int | None,
+    layout: Layout | str,
+    wrap: tuple[str, ...],
+    exclude: tuple[str, ...],
+) -> Emission:
+    """Return the settings of the run that a training file describes, and its recipe where one can say it.
+
+    A run without FSDP is written as one that shards over all of its processes.
+
+    Raises:
+        PlanError: The file leaves its model or its number of processes open.
+        ReferenceError, ModelError: The model cannot be resolved or built.
+    """
+    from fsdptool.inspection import inspect
+    from fsdptool.planning.file_run import file_run, is_recipe, ranks_of
+    from fsdptool.source import resolve_choice
+
+    if run.program == "fsdptool":
+        raise ConfigError(f"{where} is a recipe", help=f"plan it: fsdptool plan {where} -o plan.json")
+    made = file_run(run, None, where, ranks_of(run, processes, where, "--processes 8"))
+    settings, recipe = made.settings, made.recipe
+    if run.fsdp == "none":
+        settings = replace(settings, mesh=ParallelDims(cp=settings.mesh.cp, tp=settings.mesh.tp))
+    anatomy = inspect(resolve_choice(recipe.model), wrap=wrap or settings.wrap_classes, exclude=exclude)
+    chosen: Layout = "accelerate" if layout == "accelerate" else "native"
+    recipe = replace(recipe, sharding=replace(recipe.sharding, layout=chosen))
+    if recipe.steps is None:
+        recipe = replace(recipe, epochs=run.epochs or 1.0)
+    settings = replace(settings, wrap_classes=anatomy.wrap.classes)
+    written = recipe if is_recipe(run) else None
+    return Emission(settings, chosen, recipe.model.reference, None, written, anatomy)
 
 
 def adjust(

@@ -14,7 +14,8 @@ class EmissionOptions(TypedDict, total=False):
     """Every option of ``emit-config`` but those that say where the text goes."""
 
     # fmt: off
-    reference: Annotated[str | None, Option("Model: family:flavour, Hugging Face id or folder.")]
+    reference: Annotated[str | None, Option(
+        "Model: family:flavour, Hugging Face id or folder; or a training file of another program.")]
     plan: Annotated[str | Path | Plan | None, Option("Plan written by `fsdptool plan -o`.")]
     candidate: Annotated[str | None, Option("Candidate of the plan; default: the selected one.")]
     to: Annotated[str | None, Option(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
+from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, ModelChoice, Recipe
 
 if TYPE_CHECKING:
@@ -267,12 +268,12 @@ def prepare_starter(
     from fsdptool.planning.request import read_request
     from fsdptool.source import check_weights, rebased, resolve
 
-    reference = str(options["reference"])
+    options = {name: value for name, value in options.items() if value is not None}
+    reference, given, published = _of_file(options)
     spec = resolve(reference, trust_remote_code=trust_remote_code)
     check_weights(spec, ModelChoice(reference))
     objective = objective_for(Recipe(ModelChoice(reference)), spec)
     look = look_at(data, objective) if data is not None else None
-    given = {name: value for name, value in options.items() if value is not None}
     on_cpu = _complete_hardware(given)
     _complete_sizes(given, spec, objective, look)
     if trust_remote_code:
@@ -281,13 +282,15 @@ def prepare_starter(
     # A plan in which the run saves before its end: the interval follows from it.
     request = replace(request, inputs=replace(request.inputs, recipe=_saving(request.inputs.recipe, 1)))
     plan = make_plan(request, progress=progress)
-    has_weights = bool(spec.weights) or spec.reference.kind == "hub"
+    has_weights = bool(spec.weights) or spec.reference.kind == "hub" or published is not None
     hub_id = _hub_id(spec)
     if plan.chosen is None:
         return Starter(None, None, plan, look, has_weights, hub_id, on_cpu, latents=False)
     emission = from_plan(plan, trust_remote_code=trust_remote_code)
     assert emission.recipe is not None
     recipe = _with_data(emission.recipe, spec, look)
+    if published is not None:
+        recipe = replace(recipe, model=replace(recipe.model, reference=published))
     steps = _run_steps(recipe, look, emission.settings.num_processes or 1)
     recipe = _saving(recipe, _save_interval(steps, chosen_candidate(plan).step_seconds))
     if recipe.method.name == "lora":
@@ -305,6 +308,43 @@ def prepare_starter(
     text += _ASSISTANT_ONLY if look is not None and look.kind == "chat" else ""
     config = schema_comment(NAME, folder) + emission.text()
     return Starter(text, config, plan, look, has_weights, hub_id, on_cpu, latents)
+
+
+def _of_file(options: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+    """Return the model, options that carry the run of a training file that is given for it, and its weights.
+
+    fsdptool's own training loop is planned for it. The weights are those that the file names, where its model
+    is planned as one of the catalogue.
+
+    Raises:
+        ConfigError: No recipe trains what the file asks for.
+    """
+    from fsdptool.planning.file_run import file_run, is_recipe, read_file_run
+
+    reference, given = str(options["reference"]), dict(options)
+    run = read_file_run(reference)
+    if run is None:
+        return reference, given, None
+    if run.program == "fsdptool":
+        raise ConfigError(f"{reference} is a recipe already", help="train it, or name its model")
+    if not is_recipe(run):
+        what = f"{run.method or 'full'}, {run.objective}"
+        raise ConfigError(
+            f"{reference} asks for what init does not write: {what}", help=f"see fsdptool explain {reference}"
+        )
+    gpus, nodes = options.get("gpus"), options.get("nodes")
+    ranks = (gpus or 1) * (nodes or 1) if gpus or nodes else run.processes or 1
+    made = file_run(run, None, reference, ranks)
+    recipe, settings = made.recipe, made.settings
+    if run.fsdp == "none":
+        settings = replace(settings, mesh=ParallelDims())
+    published = run.model if recipe.model.reference == run.family else None
+    batch = recipe.batch
+    sizes = {"sequence_length": batch.sequence_length, "height": batch.height, "width": batch.width}
+    del given["reference"]
+    known = {name: value for name, value in sizes.items() if value is not None}
+    more = {"gpus": ranks if not nodes else gpus, "recipe": recipe, "config": settings}
+    return recipe.model.reference, {**known, **more, **given}, published
 
 
 def _saving(recipe: Recipe, every: int) -> Recipe:

@@ -36,14 +36,14 @@ def command(
 ) -> int:
     """Plan the training files of a repository, and say for each whether it fits its hardware.
 
-    The files are those that plan reads. Exit status: 1 if a run certainly does not fit, else 0. Files whose
-    verdict is unknown, or that cannot be planned, are listed and do not fail.
-
     Examples:
 
       fsdptool check --base origin/main --format github
 
       fsdptool check train.yaml --gpu A100-80GB-SXM --gpus 4
+
+    The files are those that plan reads. Exit status: 1 if a run certainly does not fit, else 0. Files whose
+    verdict is unknown, or that cannot be planned, are listed and do not fail.
     """
     from fsdptool.api.check import check, exit_code
     from fsdptool.records.diagnostic import answer

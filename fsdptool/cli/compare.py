@@ -13,7 +13,10 @@ from fsdptool.files.text import is_folder
 
 
 def command(
-    left: Annotated[Path, typer.Argument(help="A plan (plan.json) or a run folder.")],
+    left: Annotated[
+        Path,
+        typer.Argument(help="A plan (plan.json), a run folder, or a training file, on the plan's hardware."),
+    ],
     right: Annotated[
         Path | None, typer.Argument(help="Another plan or run folder; a run alone is compared with its plan.")
     ] = None,

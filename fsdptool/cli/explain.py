@@ -32,14 +32,7 @@ def command(
     ] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Show every effective setting with its value and origin, and the run that a training file describes.
-
-    Examples:
-
-      fsdptool explain train.yaml
-
-      fsdptool explain -- trl sft --model_name_or_path Qwen/Qwen3-8B
-    """
+    """Show every effective setting with its value and origin, and the run that a training file describes."""
     from fsdptool.api.explain import explain_one
     from fsdptool.cli.validate import read_input
     from fsdptool.config.described import describe_command

@@ -35,7 +35,12 @@ _KINDS = {
 
 
 def command(
-    reference: Annotated[str, typer.Argument(help="Model: family:flavour, Hugging Face id or folder.")],
+    reference: Annotated[
+        str,
+        typer.Argument(
+            help="Model: family:flavour, Hugging Face id or folder; or a training file of another program."
+        ),
+    ],
     data: Annotated[
         str | None,
         typer.Option("--data", help="Training data: file or folder, or the Hugging Face id of a dataset."),

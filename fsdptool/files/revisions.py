@@ -100,13 +100,14 @@ def read_revision(name: str) -> Revision:
         name: A branch, tag or commit, as ``origin/main``.
 
     Raises:
-        ConfigError: git is not installed, this is no repository, or it has no such revision.
+        ConfigError: git is not installed, this is not a repository, or it does not have the revision.
     """
     here = Path()
     top = _text(here, "rev-parse", "--show-toplevel")
     if top is None:
         raise ConfigError(
-            "--base: the working directory is in no git repository", help="run the command in the repository"
+            "--base: the working directory is not in a git repository",
+            help="run the command in the repository",
         )
     commit = None if name.startswith("-") else _text(here, "rev-parse", "--verify", f"{name}^{{commit}}")
     if commit is None:

@@ -9,8 +9,10 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files.values import check, read_object, read_own_json
+from fsdptool.planning.file_run import read_file_run
+from fsdptool.planning.options import Options
 from fsdptool.planning.plan import chosen_candidate, make_plan, plan_from, read_plan
-from fsdptool.planning.request import Request
+from fsdptool.planning.request import Request, read_request
 from fsdptool.records.codec import to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
 from fsdptool.records.diagnostic import library_versions, tool_version
@@ -29,10 +31,11 @@ def compare(left: Path | Plan, right: Path | Plan) -> Comparison:
     ``left`` may be a run folder alone with ``right``: then its own prediction is the left side.
 
     Args:
-        left, right: A plan, its document or a run folder.
+        left, right: A plan, its document, a run folder, or a training file of some program, whose run is
+            planned on the hardware of the other side's plan.
 
     Raises:
-        PlanError: A side is neither a plan nor a run folder that has measured something.
+        PlanError: A side is none of these, or a run folder that has measured nothing.
     """
     first, second = (side if isinstance(side, Path) and side.is_dir() else None for side in (left, right))
     if first is not None and second is not None and first.resolve() != second.resolve():
@@ -42,7 +45,29 @@ def compare(left: Path | Plan, right: Path | Plan) -> Comparison:
         return _against_run(predicted, _name(left), second)
     if first is not None:
         return _against_run(chosen_candidate(_plan(right)), _name(right), first)
-    return _plans(_plan(left), _plan(right), _name(left), _name(right))
+    a, b = _sides(left, right)
+    return _plans(a, b, _name(left), _name(right))
+
+
+def _sides(left: Path | Plan, right: Path | Plan) -> tuple[Plan, Plan]:
+    runs = [read_file_run(str(side)) if isinstance(side, Path) else None for side in (left, right)]
+    if None not in runs:
+        raise PlanError(
+            f"neither {left} nor {right} says which GPUs it runs on",
+            help=f"plan one of them first: fsdptool plan {left} --gpu H100-80GB-SXM --gpus 8 -o plan.json",
+        )
+    if runs[0] is not None:
+        other = _plan(right)
+        return _planned_like(other, str(left)), other
+    plan = _plan(left)
+    return plan, _planned_like(plan, str(right)) if runs[1] is not None else _plan(right)
+
+
+def _planned_like(plan: Plan, reference: str) -> Plan:
+    """Return the plan of a training file on the hardware of another plan."""
+    inputs = plan.inputs
+    options = Options(reference=reference, clusters=inputs.clusters, search=False)
+    return make_plan(read_request(options))
 
 
 def _plan(side: Path | Plan) -> Plan:

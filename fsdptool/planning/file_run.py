@@ -125,6 +125,25 @@ def read_file_run(reference: str) -> DescribedRun | None:
     return run
 
 
+def ranks_of(run: DescribedRun, given: int | None, where: str, flag: str) -> int:
+    """Return the ranks of a described run: as given, or as its file says.
+
+    Raises:
+        PlanError: Neither says how many ranks share the model.
+    """
+    if given is None and run.processes is None and run.fsdp in (1, 2):
+        raise PlanError(
+            f"{where} leaves the number of processes to its launch", help=f"give the GPUs of a node: {flag}"
+        )
+    return given or run.processes or 1
+
+
+def is_recipe(run: DescribedRun) -> bool:
+    """Whether a recipe trains what a described run does, and not only what needs as much memory."""
+    known = ("sft", "pretrain", "diffusion", "orpo", "simpo", "classification", None)
+    return run.objective in known and run.method in (None, "full", "lora", *_BASES)
+
+
 def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> FileRun:
     """Return a described run as inputs of a plan.
 

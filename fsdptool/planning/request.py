@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.file_run import file_run, read_file_run
+from fsdptool.planning.file_run import file_run, ranks_of, read_file_run
 from fsdptool.planning.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
@@ -185,13 +185,9 @@ def _ranks(options: Options, run: DescribedRun, where: str) -> int:
                 help="plan one cluster at a time",
             )
         return sizes[0]
-    if "gpus" in options or "nodes" in options:
-        return (options.get("gpus") or 1) * (options.get("nodes") or 1)
-    if run.processes is None and run.fsdp in (1, 2):
-        raise PlanError(
-            f"{where} leaves the number of processes to its launch", help="give the GPUs of a node: --gpus 8"
-        )
-    return run.processes or 1
+    given = "gpus" in options or "nodes" in options
+    ranks = (options.get("gpus") or 1) * (options.get("nodes") or 1) if given else None
+    return ranks_of(run, ranks, where, "--gpus 8")
 
 
 def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[Assumption, ...]:

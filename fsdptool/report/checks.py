@@ -149,6 +149,6 @@ def markdown_lines(report: CheckReport) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return text that is no markup in Markdown: what files say may not link, mention or close a cell."""
+    """Return text with every mark escaped: what files say may not link, mention or close a cell."""
     shown = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("@", "&#64;")
     return "".join(f"\\{mark}" if mark in "\\`*_[]|#!" else mark for mark in shown)

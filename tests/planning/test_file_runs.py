@@ -334,3 +334,45 @@ def test_sharding_that_nothing_says_leaves_no_certain_verdict(model: str) -> Non
     _, run_open = describe_command([*line.split(), "--dataset_name", "d", "--output_dir", "o"])
     options = Options(model=model, gpu="H100-80GB-SXM", gpus=2)
     assert bound_of(read_request(options, run_open).inputs.limits) == "open"
+
+
+def test_other_commands_take_a_training_file_for_a_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.yaml").write_text(AXOLOTL.replace("org/model", model))
+    saved = ["plan", "train.yaml", "--gpu", "H100-80GB-SXM", "--gpus", "2", "--no-search", "-o", "plan.json"]
+    assert run(saved) == 0
+    # compare: the file on the hardware of the plan.
+    Path("other.yaml").write_text(AXOLOTL.replace("org/model", model).replace("lora_r: 4", "lora_r: 8"))
+    compared = {row.what: (row.left, row.right) for row in fsdptool.compare("plan.json", "other.yaml").rows}
+    assert compared["recipe.method.lora.rank"] == (4, 8)
+    assert compared["verdict"] == ("fits", "fits")
+    assert run(["compare", "train.yaml", "other.yaml"]) == 2
+    assert "says which GPUs it runs on" in capsys.readouterr().err
+    # emit-config: its settings, and its recipe.
+    assert (
+        run(["emit-config", "train.yaml", "--processes", "4", "-o", "a.yaml", "--recipe-output", "r.yaml"])
+        == 0
+    )
+    settings, recipe = fsdptool.read_settings("a.yaml").settings, fsdptool.read_recipe("r.yaml")
+    assert settings is not None
+    assert (settings.num_processes, settings.wrap_classes) == (4, ("LlamaDecoderLayer",))
+    assert settings.activation_checkpointing
+    assert (recipe.batch.micro_batch, recipe.batch.accumulation) == (2, 4)
+    assert recipe.method.lora is not None and recipe.method.lora.rank == 4
+    with pytest.raises(PlanError, match="leaves the number of processes to its launch"):
+        fsdptool.emit_config("train.yaml")
+    # init: a recipe and a configuration that fit, in fsdptool's own loop.
+    hardware = ["--gpu", "H100-80GB-SXM", "--gpus", "2"]
+    assert run(["init", "train.yaml", *hardware, "-o", "started"]) == 0
+    started = fsdptool.read_recipe("started/recipe.yaml")
+    assert started.method.lora is not None and started.method.lora.rank == 4
+    assert (started.batch.sequence_length, started.batch.accumulation) == (64, 4)
+    assert started.sharding.layout == "native" and not started.objective.options
+    # A run for which no recipe exists is not written as another one.
+    Path("dpo.yaml").write_text(AXOLOTL.replace("org/model", model) + "rl: dpo\n")
+    assert run(["init", "dpo.yaml", *hardware, "-o", "none"]) == 2
+    assert "asks for what init does not write: lora, dpo" in capsys.readouterr().err
+    assert run(["emit-config", "dpo.yaml", "--processes", "4", "--recipe-output", "d.yaml"]) == 2
+    assert not Path("d.yaml").exists()
