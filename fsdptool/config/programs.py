@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from fsdptool.records.fused_loss import LossTiles
     from fsdptool.records.plan import NotPlanned
     from fsdptool.records.recipe import GradientAccumulation, Layout
 
@@ -23,6 +24,7 @@ class ProgramLoop:
         gradients: How it accumulates gradients.
         loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
         loss_in_forward: Whether the model's own forward computes the loss (``labels=``).
+        tiles: Tiles in which a chunked loss computes logits; None: as fsdptool's loss does.
         marks_last: Whether it calls ``set_is_last_backward``.
         outside_in_root: Whether embedding and head belong to the root, in the native layout.
         not_planned: What a plan of it leaves out.
@@ -34,6 +36,7 @@ class ProgramLoop:
     loss: Literal["whole", "chunked"]
     loss_in_forward: bool
     source: str
+    tiles: LossTiles | None = None
     marks_last: bool = False
     outside_in_root: bool = False
     not_planned: tuple[NotPlanned, ...] = ()

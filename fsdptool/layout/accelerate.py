@@ -45,7 +45,7 @@ def accelerate_units(
         claimed = tree.claim(roots, taken)
         parameters = tuple(p for p in claimed if p.fqn not in ignored)
         taken.update(roots)
-        if parameters or kind == "root":
+        if parameters or checkpointed or kind == "root":
             unit = Unit(
                 id="+".join(roots) or "root",
                 kind=kind,  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from fsdptool.records.plan import OWN_LOOP
 if TYPE_CHECKING:
     from torch import nn
 
+    from fsdptool.families.objectives.fused_head import HeadLoss
     from fsdptool.families.protocol import Objective
     from fsdptool.records.anatomy import Anatomy, Parameter
     from fsdptool.records.resolved_run import ResolvedRun
@@ -51,11 +52,12 @@ def decide_fused_loss(anatomy: Anatomy | TrainedModel, run: ResolvedRun) -> tupl
     return replace(run, recipe=replace(run.recipe, objective=objective)), decision
 
 
-def fuse_head(model: nn.Module) -> None:
+def fuse_head(model: nn.Module, compute: HeadLoss | None = None) -> None:
     """Let the head of a model compute the loss.
 
     Args:
         model: As the method prepared it, below FSDP.
+        compute: Computes the loss; None takes fsdptool's own.
 
     Raises:
         ConfigError: The model does more with its logits than is known here, or an adapter changes its head.
@@ -63,7 +65,7 @@ def fuse_head(model: nn.Module) -> None:
     from torch import nn
 
     from fsdptool.families.objectives.common import unwrapped
-    from fsdptool.families.objectives.fused_head import FusedHead
+    from fsdptool.families.objectives.fused_head import FusedHead, fused_cross_entropy
 
     base: Any = unwrapped(model)
     head = base.get_output_embeddings()
@@ -75,12 +77,15 @@ def fuse_head(model: nn.Module) -> None:
         raise ConfigError(
             f"{type(base).__name__} cannot compute the loss in its head", help="set objective.fused to false"
         )
-    FusedHead(base, head, tail)
+    FusedHead(base, head, tail, compute or fused_cross_entropy)
 
 
 def _decision(trained: TrainedModel, run: ResolvedRun, wanted: bool | None) -> FusedLoss:
     if wanted is False:
         return FusedLoss(False, FusedLossReason.DECLINED)
+    if wanted is None and run.loop.tiles is not None:
+        against = _against(trained, run)
+        return FusedLoss(against is None, against or FusedLossReason.OTHER_PROGRAM)
     if wanted is None and run.settings.use_cpu:
         return FusedLoss(False, FusedLossReason.CPU)
     if wanted is None and run.loop.program != OWN_LOOP.program:
@@ -98,7 +103,9 @@ def _against(trained: TrainedModel, run: ResolvedRun) -> FusedLossReason | None:
     recipe, loop = run.recipe, run.loop
     anatomy = trained.published or trained.anatomy
     objective = objective_for(recipe, anatomy.spec)
-    if not objective.fuses_head or recipe.method.distillation is not None:
+    # In tiles, the loss of each token is computed, not their sum alone.
+    of_tokens = loop.tiles is not None and objective.sequences > 1
+    if not of_tokens and (not objective.fuses_head or recipe.method.distillation is not None):
         return FusedLossReason.OBJECTIVE
     if anatomy.logit_tail is None or plain_head(anatomy) is None:
         return FusedLossReason.UNKNOWN_HEAD

@@ -40,8 +40,8 @@ _FILES = frozenset({
 })  # fmt: skip
 _MODEL_FILES = frozenset({"config.json", "model_index.json", "adapter_config.json"})
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint": "bfloat16"}
-"""dtypes of a described run; checkpoints of 16 bits are the rule, and readers name those of 32."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""dtypes of a described run."""
 _PRECISIONS: Mapping[str | None, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
 _BASES = {"qlora": "nf4", "lora8bit": "int8"}
@@ -159,7 +159,9 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> Fi
     limits: list[PlanLimit] = [
         PlanLimit(key.key, key.side) for key in run.keys.not_modelled if key.changes == "memory"
     ]
-    choice = replace(ModelChoice(_model(run, model, where)), **_model_settings(run))
+    choice = ModelChoice(_model(run, model, where))
+    run = _with_dtype_of_checkpoint(run, choice)
+    choice = replace(choice, **_model_settings(run))
     recipe = Recipe(
         choice,
         method=_method(run, choice, limits),
@@ -224,6 +226,23 @@ def _model(run: DescribedRun, model: str | None, where: str) -> str:
         f"{where} trains {run.model}, whose sizes are not known here",
         help="give its configuration: --model path/to/config.json, or a size of fsdptool families",
     )
+
+
+def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> DescribedRun:
+    """Return the run with the dtype that its model's configuration names, where its program keeps that.
+
+    Checkpoints of 16 bits are the rule where none is named, and readers name those of the catalogue in 32.
+    """
+    from fsdptool.source import resolve_choice
+
+    names = ("base_dtype", "stored_dtype", "reduce_dtype")
+    open_names = [name for name in names if getattr(run, name) == "checkpoint"]
+    if not open_names:
+        return run
+    config = resolve_choice(choice).config
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    dtype = next((short for short, long in _DTYPES.items() if long == named), "bf16")
+    return replace(run, **dict.fromkeys(open_names, dtype))
 
 
 def _model_settings(run: DescribedRun) -> dict[str, Any]:
@@ -381,6 +400,8 @@ def _settings(run: DescribedRun) -> FsdpSettings:
             tp=next(_positive(mesh.tp), 1),
         ),
         num_processes=run.processes,
+        # Nothing is gathered where every rank holds the whole model and computes in its dtype.
+        ignored_modules=".*" if run.fsdp == "none" and (pure or frozen) else None,
     )
 
 

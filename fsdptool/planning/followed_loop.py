@@ -96,6 +96,7 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
         loss_in_forward=inside,
         own_loss=loss == "model",
         whole_logits=loss is None and does is not None and does.loss == "whole",
+        tiles=does.tiles if does is not None and (loss or does.loss) == "chunked" else None,
         marks_last=does is None or does.marks_last,
         not_planned=_open(does, loss, mixed) if does is not None else (),
     )

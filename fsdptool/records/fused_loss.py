@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fsdptool.records.annotations import Positive
+
 PRODUCT_CHUNKS = 4
 """Chunks whose logits one matrix product computes: the more, the less often the weight's gradient is read."""
 
@@ -50,6 +52,19 @@ IMPOSSIBLE = frozenset(
     {FusedLossReason.OBJECTIVE, FusedLossReason.UNKNOWN_HEAD, FusedLossReason.ADAPTED_HEAD}
 )
 """Reasons of the model and its method: a request is refused, not ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTiles:
+    """The tiles in which a head that computes the loss makes logits.
+
+    Attributes:
+        tokens: Tokens of a tile.
+        vocabulary: Entries of the vocabulary of a tile.
+    """
+
+    tokens: Positive
+    vocabulary: Positive
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.compilation import Compilation
 from fsdptool.records.described_run import DescribedRun, Side
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.fused_loss import FusedLoss
+from fsdptool.records.fused_loss import FusedLoss, LossTiles
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
@@ -296,6 +296,7 @@ class TrainingLoop:
         own_loss: Whether that loss is the model's own code, in the code's dtype; else it is that of the
             recipe's objective, in fp32.
         whole_logits: Whether its loss over tokens holds all logits, where nobody says otherwise.
+        tiles: Tiles in which its head computes the loss over tokens; None: as fsdptool's loss does.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
         not_planned: What differs from run to run, or is not modelled.
     """
@@ -307,6 +308,7 @@ class TrainingLoop:
     loss_in_forward: bool = False
     own_loss: bool = False
     whole_logits: bool = False
+    tiles: LossTiles | None = None
     marks_last: bool = True
     not_planned: tuple[NotPlanned, ...] = ()
 

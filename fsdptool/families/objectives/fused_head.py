@@ -8,7 +8,7 @@ normalises over ranks and micro-batches arrives in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,10 +185,15 @@ def fused_cross_entropy(
     return result
 
 
+HeadLoss = Callable[[Tensor, Tensor, "Tensor | None", Tensor, int, LogitTail], Tensor]
+"""Computes the summed loss of a head, with the arguments of :func:`fused_cross_entropy`."""
+
+
 class FusedLinear(nn.Linear):
     """A head that returns the summed loss instead of logits where it has targets."""
 
     tail: LogitTail
+    compute: HeadLoss
     aims: tuple[Tensor, int] | None
     loss: Tensor | None
 
@@ -197,7 +202,7 @@ class FusedLinear(nn.Linear):
         if self.aims is None:
             return functional.linear(input, self.weight, self.bias)
         targets, chunk = self.aims
-        self.loss = fused_cross_entropy(input, self.weight, self.bias, targets, chunk, self.tail)
+        self.loss = self.compute(input, self.weight, self.bias, targets, chunk, self.tail)
         return self.loss
 
 
@@ -208,12 +213,20 @@ class FusedHead:
         model: The model, below any PEFT wrapper: calls ``linear`` itself.
         linear: Its head.
         tail: What the model does to the logits.
+        compute: Computes the loss.
     """
 
-    def __init__(self, model: nn.Module, linear: nn.Linear, tail: LogitTail) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        linear: nn.Linear,
+        tail: LogitTail,
+        compute: HeadLoss = fused_cross_entropy,
+    ) -> None:
         linear.__class__ = FusedLinear
         assert isinstance(linear, FusedLinear)
         linear.tail, linear.aims, linear.loss = tail, None, None
+        linear.compute = compute
         self.linear = linear
         setattr(model, HEAD, self)
         # What the model made of the loss gives way to the loss, on which FSDP's hooks then register: those

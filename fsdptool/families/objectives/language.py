@@ -38,6 +38,10 @@ class _Tokens(Objective):
         """Return the label each position must predict, ``-100`` where there is none."""
         return require(batch, "labels", self.name)
 
+    def head_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the targets in the shape of what the model is called with, for a head that computes the loss."""
+        return self.targets(batch)
+
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of positions with a target."""
         return (self.targets(batch) != IGNORED).sum()
@@ -57,7 +61,7 @@ class _Tokens(Objective):
         if fused is None:
             outputs = model(**arguments)
             return outputs, {"prediction": outputs.logits, **divided_vocabulary(model)}
-        with computing_loss(fused, self.targets(batch), self.chunk) as head:
+        with computing_loss(fused, self.head_targets(batch), self.chunk) as head:
             outputs = model(**arguments)
             return outputs, {HEAD: head.loss}
 

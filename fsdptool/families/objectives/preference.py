@@ -55,6 +55,10 @@ class Preference(CausalLM):
         """Return the next token of each position, [2 B, S]."""
         return super().targets(_sequences(batch))
 
+    def head_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the next token of each position of a batch whose answers are one behind the other."""
+        return super().targets(batch)
+
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits of both answers, [2 B, S, vocabulary]."""
         return super().predict(model, _sequences(batch))
@@ -95,6 +99,10 @@ class Preference(CausalLM):
     def _log_probabilities(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         import torch
 
+        from fsdptool.families.objectives.fused_head import HEAD
+
+        if HEAD in prediction:  # another program's head, which computes the loss of each token
+            return -prediction[HEAD].sum(-1).view(-1, 2)
         # ``unbind`` gives each answer's logits without a copy, and one tensor of gradients for all.
         answers = zip(prediction["prediction"].unbind(), self.targets(batch).unbind(), strict=True)
         sums = [-self.cross_entropy(logits, targets, prediction) for logits, targets in answers]

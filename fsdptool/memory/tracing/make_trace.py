@@ -19,6 +19,7 @@ from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
+from fsdptool.memory.tracing.tiled_loss import TiledLoss
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
@@ -238,7 +239,7 @@ def trained_model(
         layers, experts = (TensorGroup(size) for size in sizes)
         split(model, plan, replace(layers, experts=replace(experts, worst_routing=worst_routing)))
         checkpoint_units(model, plan, offload=offload)
-        return _with_loss(model, recipe)
+        return _with_loss(model, spec, run)
     checkpoint_units(model, plan, offload=offload)
     cut(model)
     before = list(recomputed(model))
@@ -246,13 +247,17 @@ def trained_model(
     model.train()
     # A checkpointed module that the method wrapped: it has to be wrapped first.
     if before == list(recomputed(model)):
-        return _with_loss(model, recipe)
+        return _with_loss(model, spec, run)
     return trained_model(spec, run, plan, worst_routing=worst_routing)
 
 
-def _with_loss(model: nn.Module, recipe: Recipe) -> nn.Module:
-    if recipe.objective.fused:
+def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module:
+    tiles = run.loop.tiles
+    if run.recipe.objective.fused and tiles is None:
         fuse_head(model)
+    elif run.recipe.objective.fused and tiles is not None:
+        summed = objective_for(run.recipe, spec).sequences == 1
+        fuse_head(model, TiledLoss(tiles, triton=not run.settings.use_cpu, summed=summed))
     return model
 
 
@@ -273,7 +278,7 @@ def _trace_teacher(
     def make(cut: Cut | None = None) -> nn.Module:
         model = build_model(spec, choice, cp=run.mesh.cp, initialise=False)
         model.requires_grad_(False)
-        return model.eval()
+        return _with_loss(model.eval(), spec, run)
 
     conditions = MicroBatchConditions(
         profile,

@@ -64,6 +64,8 @@ def trace(
         parts["worst_routing"] = True
     if run.loop.own_loss:
         parts["own_loss"] = True
+    if run.loop.tiles is not None:
+        parts["tiles"] = to_json(run.loop.tiles)
     if run.loop.masked:
         parts["masked"] = True
     key = store.key(parts) if store is not None else ""

@@ -21,6 +21,7 @@ from fsdptool.config.dialects.trainer import (
 )
 from fsdptool.config.programs import TRAINER_LOOP, Program
 from fsdptool.files.tree import Entry, Node, to_python
+from fsdptool.records.fused_loss import LossTiles
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
@@ -76,7 +77,9 @@ _BOTH: dict[str, Any] = {
 _LOOP = replace(
     TRAINER_LOOP,
     loss="chunked",
-    source="TRL 1.16.0 trainer/sft_config.py (loss_type chunked_nll); the rest is transformers' Trainer",
+    tiles=LossTiles(4096, 32768),
+    source="TRL 1.16.0 trainer/utils.py (add_fused_lm_head), kernels/chunked_logprob.py (TOKEN_CHUNK_SIZE); the"
+    " rest is transformers' Trainer",
     not_planned=("autocast", "whole_loss", "stored_dtype"),
 )
 

@@ -1,0 +1,331 @@
+"""Real peaks of other programs on CPUs, beside the plans of their files.
+
+    python benchmarks/memory/other_programs.py [--only TEXT] [-o FILE]
+
+Each row writes a file (or a command line) of a program, runs that program on it with one process or with two
+processes and FSDP2 over gloo, and plans the same file with ``fsdptool plan``. A small Llama with random
+weights, a tokenizer of whole words and texts that are all longer than the sequence length are made first.
+The programs are Hugging Face's Trainer in a script of a few lines, ``trl sft`` and ``trl dpo``.
+
+Instrument: torch's CPU allocator events (``torch.profiler`` with ``profile_memory``), summed from before the
+model exists; the peak is that of the last optimizer step, from ``on_step_begin`` to ``on_step_end``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parents[1] / "results" / "memory_other_programs.json"
+SEQUENCE = 256
+STEPS = 3
+WORDS = 8000
+TRAINING: dict[str, Any] = {
+    "model_name_or_path": "model",
+    "output_dir": "out",
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_num_workers": 0,
+}
+ACCELERATE: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 2,
+    "use_cpu": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+SCRIPT = """\
+import torch, transformers
+from dataclasses import dataclass
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = ""
+    model_max_length: int = 512
+
+parser = transformers.HfArgumentParser((ModelArguments, transformers.TrainingArguments))
+model_args, args = parser.parse_args_into_dataclasses()
+model = transformers.AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, use_cache=False)
+row = torch.randint(5, 8000, (64, model_args.model_max_length), generator=torch.Generator().manual_seed(0))
+data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in row]
+transformers.Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run.
+
+    Attributes:
+        program: ``trainer``, ``sft`` or ``dpo``.
+        processes: One, or two with FSDP2.
+        keys: What its file says beside :data:`TRAINING`.
+    """
+
+    program: str
+    processes: int
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    f"{program}, {processes} {'process' if processes == 1 else 'processes'}{', ' + name if name else ''}": Row(
+        program, processes, keys
+    )
+    for program, variants in {
+        "trainer": {
+            "": {},
+            "accumulation": {"gradient_accumulation_steps": 2},
+            "recomputed": {"gradient_checkpointing": True},
+            "sgd": {"optim": "sgd"},
+        },
+        "sft": {
+            "": {"packing": False},
+            "packed": {"packing": True, "packing_strategy": "wrapped"},
+            "lora": {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]},
+        },
+        "dpo": {
+            "": {},
+            "lora": {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]},
+        },
+    }.items()
+    for name, keys in variants.items()
+    for processes in (1, 2)
+}
+
+
+def make_inputs(folder: Path) -> None:
+    """Write a model, its tokenizer, and data for each program into a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder / "model")
+    for name in ("texts", "pairs"):
+        (folder / name).mkdir()
+
+    def text(start: int, count: int) -> str:
+        return " ".join(f"w{(start * 37 + i * 11) % (WORDS - 4)}" for i in range(count))
+
+    texts = [{"text": text(i, 2 * SEQUENCE)} for i in range(64)]
+    pairs = [
+        {
+            "prompt": text(i, 16) + " ",
+            "chosen": text(i + 1, 2 * SEQUENCE),
+            "rejected": text(i + 2, 2 * SEQUENCE),
+        }
+        for i in range(64)
+    ]
+    for name, rows in (("texts", texts), ("pairs", pairs)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / name / "train.jsonl").write_text(lines, encoding="utf-8")
+
+
+def command_of(row: Row, folder: Path) -> list[str]:
+    """Write the row's files into a folder and return its program's command line, relative to the folder."""
+    import yaml
+
+    launch = ["--config_file", "fsdp.yaml"] if row.processes > 1 else []
+    (folder / "fsdp.yaml").write_text(yaml.safe_dump(ACCELERATE), encoding="utf-8")
+    if row.program == "trainer":
+        (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+        given = {**TRAINING, "model_max_length": SEQUENCE, **row.keys}
+        flags = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+        return [*(("accelerate", "launch", *launch) if launch else ("python",)), "train.py", *flags]
+    given = {
+        **TRAINING,
+        "dataset_name": "texts" if row.program == "sft" else "pairs",
+        "max_length": SEQUENCE,
+        **row.keys,
+    }
+    (folder / "train.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    if not launch:
+        return ["trl", row.program, "--config", "train.yaml"]
+    return [
+        "accelerate",
+        "launch",
+        *launch,
+        "-m",
+        f"trl.scripts.{row.program}",
+        "--config",
+        "train.yaml",
+    ]
+
+
+def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
+    """Return the document of the plan of a command line."""
+    words = [sys.executable, "-m", "fsdptool", "plan", "--profile", "cpu-gloo", "--format", "json"]
+    words += ["--gpus", str(row.processes), "--model", "model", "--", *command]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1, 5):
+        raise RuntimeError(f"{command}: {done.stderr}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def measured(row: Row, command: list[str], folder: Path) -> list[int]:
+    """Run a row's program and return the peak of each rank in bytes."""
+    start = next(i for i, word in enumerate(command) if word == "train.py" or word.endswith(row.program))
+    arguments = [word for word in command[start + 1 :]]
+    launch = [sys.executable]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    if row.processes > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+        environment |= {name.upper(): str(value) for name, value in ACCELERATE["fsdp_config"].items()}
+        named = ACCELERATE["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
+        environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] = named
+    module = "train.py" if row.program == "trainer" else f"trl.scripts.{row.program}"
+    done = subprocess.run(
+        [*launch, __file__, "--worker", module, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stdout[-2000:]}{done.stderr[-6000:]}")
+    return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(row.processes)]
+
+
+class ShardsOnCpu:
+    """accelerate's kinds of runs, with CPU processes in the place of a device that accelerate shards on."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.MULTI_MLU = real, real.MULTI_CPU
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def worker(module: str, arguments: list[str]) -> None:
+    """Run a program's main module in this process and write the peak of its last step."""
+    import accelerate.state
+    import transformers.trainer
+    from torch.profiler import ProfilerActivity, profile, record_function
+    from transformers import TrainerCallback
+
+    from fsdptool.training.memory_meter import settled_collectives
+
+    class Marks(TrainerCallback):  # type: ignore[misc]
+        """Marks each step for the profiler."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.span = record_function("STEP")
+            self.span.__enter__()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.span.__exit__(None, None, None)
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        accelerate.state.DistributedType = ShardsOnCpu(accelerate.state.DistributedType)
+    transformers.trainer.DEFAULT_CALLBACKS.append(Marks)
+    sys.argv = [module, *arguments]
+    with (
+        settled_collectives(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+    ):
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    events = list(profiler.profiler.kineto_results.events())
+    steps = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "STEP"]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    begin, end = max(steps)
+    level = peak = 0
+    for time, size in changes:
+        level += size
+        if begin <= time <= end:
+            peak = max(peak, level)
+    path = Path(f"peak-{os.environ.get('RANK', '0')}.json")
+    path.write_text(json.dumps(peak), encoding="utf-8")
+
+
+def main() -> int:
+    """Measure and plan every row; returns 1 if one is more than 2 % apart."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="text that the row's name must contain")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    from fsdptool.records.diagnostic import library_versions
+
+    rows: dict[str, Any] = {}
+    if options.only and options.output.exists():
+        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+    for name, row in ROWS.items():
+        if options.only not in name:
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            make_inputs(folder)
+            command = command_of(row, folder)
+            plan = planned(row, command, folder)
+            peaks = measured(row, command, folder)
+        chosen = next(item for item in plan["candidates"] if item["id"] == plan["chosen"])
+        memory = chosen["allocated_peak_bytes"]
+        rows[name] = {
+            "command": " ".join(command),
+            "planned_bytes": memory,
+            "measured_bytes": peaks,
+            "difference": memory / max(peaks) - 1,
+            "limits": plan["inputs"].get("limits"),
+        }
+        sys.stdout.write(f"{name}: planned {memory:,}, measured {peaks}, {rows[name]['difference']:+.2%}\n")
+        sys.stdout.flush()
+    import trl
+
+    libraries = {**library_versions(), "trl": trl.__version__}
+    document = {"benchmark": "memory/other_programs", "libraries": libraries, "rows": rows}
+    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(any(abs(row["difference"]) > 0.02 for row in rows.values()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], sys.argv[3:])
+        sys.exit(0)
+    sys.exit(main())
