@@ -93,7 +93,7 @@ class Row:
 
 
 ROWS = {
-    f"{program}, {processes} {'process' if processes == 1 else 'processes'}{', ' + name if name else ''}": Row(
+    ", ".join(filter(None, (program, f"{processes} process" + "es" * (processes > 1), name))): Row(
         program, processes, keys
     )
     for program, variants in {
@@ -206,7 +206,7 @@ def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
 def measured(row: Row, command: list[str], folder: Path) -> list[int]:
     """Run a row's program and return the peak of each rank in bytes."""
     start = next(i for i, word in enumerate(command) if word == "train.py" or word.endswith(row.program))
-    arguments = [word for word in command[start + 1 :]]
+    arguments = command[start + 1 :]
     launch = [sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     if row.processes > 1:

@@ -259,9 +259,10 @@ def _data(run: DescribedRun) -> Data:
     """Return how samples share a shape.
 
     Flash kernels of variable length need no mask, neither one that keeps packed documents apart nor one that
-    hides padding. What they allocate is what SDPA's flash kernel allocates.
+    hides padding. What they allocate is what SDPA's flash kernel allocates. Where documents are joined,
+    nothing keeps them apart.
     """
-    if "flash" in (run.attention or "").lower():
+    if run.documents_joined or "flash" in (run.attention or "").lower():
         return Data(document_mask=False)
     return Data(packing=run.packing is not False)
 

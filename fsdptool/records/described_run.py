@@ -106,6 +106,7 @@ class DescribedRun:
         height, width, frames: Pixels and frames of a sample.
         pixel_area: Pixels of the largest image or frame, where its sides vary.
         packing: Whether samples are joined into full rows.
+        documents_joined: Whether the samples of a row attend to one another.
         micro_batch: Samples (or rows) of one forward pass of a data-parallel rank.
         accumulation: Forward passes of an optimizer step.
         global_batch: Samples (or rows) of an optimizer step on all ranks.
@@ -154,6 +155,7 @@ class DescribedRun:
     frames: int | None = None
     pixel_area: int | None = None
     packing: bool | None = None
+    documents_joined: bool | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     global_batch: int | None = None

@@ -39,7 +39,7 @@ class _Tokens(Objective):
         return require(batch, "labels", self.name)
 
     def head_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the targets in the shape of what the model is called with, for a head that computes the loss."""
+        """Return the targets in the shape of the model's arguments, for a head that computes the loss."""
         return self.targets(batch)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:

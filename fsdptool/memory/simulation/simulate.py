@@ -11,6 +11,7 @@ from fsdptool.memory.simulation.collectives import (
     replicated_messages,
     rounded,
     rounded_sum,
+    stored_dtype,
 )
 from fsdptool.memory.simulation.fsdp_schedule import FsdpSchedule
 from fsdptool.memory.simulation.groups import Rank, cut
@@ -256,6 +257,9 @@ def _load_teacher(trace: Trace, rank: Rank | None, replicate: int, ledger: Ledge
     for group in schedule.groups:
         sizes = tuple(w.shard * w.stored for w in group.weights)
         ledger.add(Block(TEACHER, rounded_sum(sizes, rank.device.grain), sizes))
+    whole = tuple(p.numel * WIDTH.get(stored_dtype(p, rank.plan), 4) for p in rank.plan.ignored)
+    if whole:
+        ledger.add(Block(TEACHER, rounded_sum(whole, rank.device.grain), whole))
     if not teacher_trace.known:
         return None
     pieces = program(teacher_trace, rank.modules, rank.device.grain)

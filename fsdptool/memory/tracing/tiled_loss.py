@@ -20,7 +20,7 @@ _STATISTICS = 7
 """fp32 numbers of each token that forward holds: maximum, sums, the target's logit."""
 
 _ON_CPU = {"forward": (3, 1), "backward": (7, 1)}
-"""Tensors of a tile's size, in fp32 and in bool, that are alive at once where no Triton kernel folds a tile."""
+"""Tensors of a tile's size, in fp32 and in bool, that live at once where no Triton kernel folds a tile."""
 
 
 class TiledLoss:
@@ -125,6 +125,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        # The kernel reads 16 bits and adds in fp32 (``addmm`` with ``out_dtype``): nothing is allocated. Here a
-        # part of the total receives the product, which costs as much.
+        # The kernel reads 16 bits and adds in fp32 (``addmm`` with ``out_dtype``): nothing is allocated.
+        # Here a part of the total receives the product, which costs as much.
         torch.mm(a, b, out=total.view(a.dtype)[:, : total.shape[1]])

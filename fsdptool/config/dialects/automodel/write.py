@@ -135,6 +135,7 @@ def _data(to: RunWriter) -> None:
     to.put("dataset._target_", f"{_LLM}.datasets.llm.ChatDataset")
     to.put("dataset.path_or_dataset_id", to.dataset())
     to.put("dataset.split", "train")
+    to.lose("AutoModel keeps the samples of a row apart", "documents_joined")
     if run.packing:
         to.put("packed_sequence.packed_sequence_size", run.sequence_length)
         if run.sequence_length is None:

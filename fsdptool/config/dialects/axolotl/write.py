@@ -44,6 +44,7 @@ def write(to: RunWriter, block: Mapping[str, str]) -> None:
         to.lose("without it axolotl cuts samples at 512 tokens", "sequence_length")
     to.put("sequence_len", run.sequence_length)
     to.put("sample_packing", bool(run.packing) and run.objective in (None, "sft", "pretrain"))
+    to.lose("axolotl keeps the samples of a row apart", "documents_joined")
     to.lose("axolotl packs no samples of preferences and rewards", "packing")
     micro, accumulation = run.micro_batch, run.accumulation
     if (run.mesh.cp or 1) > 1 and to.data["sample_packing"] and (micro or 1) > 1:

@@ -57,6 +57,8 @@ def describe(file: RunFile) -> DescribedRun:
     rows = read.value("packing", "neat_packing")
     if rows is None:
         rows = read.default("packing", stage == "pt", "hparams/parser.py:520: on for stage pt")
+    packed = bool(rows) and stage in ("pt", "sft")
+    apart = read.flag("neat_packing")
     losses = read.text("pref_loss") if stage == "dpo" else None
     if not read.flag("do_train"):
         read.problems.append("do_train is not true: LLaMA-Factory would train nothing")
@@ -73,7 +75,8 @@ def describe(file: RunFile) -> DescribedRun:
         reduce_dtype=facts["compute_dtype"] if sharded else stored,
         objective=losses if losses in ("orpo", "simpo") else _OBJECTIVES.get(stage, stage),
         sequence_length=read.whole("cutoff_len"),
-        packing=bool(rows) and stage in ("pt", "sft"),
+        packing=packed,
+        documents_joined=packed and not apart,
         optimizer_state_bits=None
         if (optimizer or "").startswith(("galore", "apollo"))
         else state_bits(optimizer, stored),

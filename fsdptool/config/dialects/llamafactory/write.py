@@ -39,8 +39,9 @@ def write(to: RunWriter) -> None:
         to.lose("without it LLaMA-Factory cuts samples at 2048 tokens", "sequence_length")
     to.put("cutoff_len", run.sequence_length)
     to.put("packing", bool(run.packing))
+    to.put("neat_packing", bool(run.packing) and not run.documents_joined)
     if objective not in ("sft", "pretrain"):
-        to.lose("LLaMA-Factory packs samples for sft and pt alone", "packing")
+        to.lose("LLaMA-Factory packs samples for sft and pt alone", "packing", "documents_joined")
     put_arguments(to)
     _optimizer(to)
     _pure(to)

@@ -80,6 +80,7 @@ def describe(file: RunFile) -> DescribedRun:
         width=batch.width,
         frames=batch.frames,
         packing=recipe.data.packing,
+        documents_joined=recipe.data.packing and not recipe.data.document_mask,
         micro_batch=batch.micro_batch,
         accumulation=accumulation,
         global_batch=batch.global_batch

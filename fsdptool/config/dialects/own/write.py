@@ -145,8 +145,8 @@ def _data(to: RunWriter) -> Data:
     name = dataset_id(run.learning.get("dataset"))
     if name is None:
         to.lose("the recipe trains on generated samples until you name yours under data:", "learning.dataset")
-        return Data(packing=packing)
-    return Data("dataset", name, packing=packing)
+        return Data(packing=packing, document_mask=not run.documents_joined)
+    return Data("dataset", name, packing=packing, document_mask=not run.documents_joined)
 
 
 def _batch(to: RunWriter) -> Batch:

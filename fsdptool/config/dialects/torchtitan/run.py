@@ -63,6 +63,7 @@ def describe(file: RunFile) -> DescribedRun:
         height=image,
         width=image,
         packing=None if diffusion else True,
+        documents_joined=None if diffusion else True,
         micro_batch=micro,
         accumulation=accumulation,
         global_batch=total,

@@ -51,6 +51,7 @@ def describe(file: RunFile) -> DescribedRun:
         objective=objective,
         sequence_length=length,
         packing=packing,
+        documents_joined=packing,
         optimizer_state_bits=state_bits(common["optimizer"], stored),
         attention=_attention(read, file.launch.script, model, old),
     )

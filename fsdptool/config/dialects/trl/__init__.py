@@ -78,8 +78,8 @@ _LOOP = replace(
     TRAINER_LOOP,
     loss="chunked",
     tiles=LossTiles(4096, 32768),
-    source="TRL 1.16.0 trainer/utils.py (add_fused_lm_head), kernels/chunked_logprob.py (TOKEN_CHUNK_SIZE); the"
-    " rest is transformers' Trainer",
+    source="TRL 1.16.0 trainer/utils.py (add_fused_lm_head), kernels/chunked_logprob.py (TOKEN_CHUNK_SIZE);"
+    " the rest is transformers' Trainer",
     not_planned=("autocast", "whole_loss", "stored_dtype"),
 )
 

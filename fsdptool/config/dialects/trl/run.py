@@ -19,7 +19,7 @@ from fsdptool.config.dialects.run_reader import (
     state_bits,
 )
 from fsdptool.config.dialects.trainer.run import arguments
-from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS
+from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
 from fsdptool.records.described_run import DescribedRun
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
@@ -68,13 +68,15 @@ def describe(file: RunFile) -> DescribedRun:
         stored = "fp32"
     reduce = facts["compute_dtype"] if facts["fsdp"] != "none" else stored
     optimizer = facts["optimizer"]
+    packing = objective == "sft" and read.flag("packing")
+    strategy = read.text("packing_strategy")
     read.use("lora_alpha")
     return read.describe(
         **{**facts, "fused_loss": _fused_loss(read, objective, old)},
         model=read.text("model_name_or_path", "model_name"),
         method="qlora" if four else "lora8bit" if eight else "lora" if adapter else "full",
         lora_rank=read.whole("lora_r") if adapter else None,
-        lora_dropout=read.number("lora_dropout") if adapter else None,
+        lora_dropout=_dropout(read, objective) if adapter else None,
         lora_targets=_targets(read) if adapter else None,
         lora_modules_to_save=_saved(read),
         base_dtype=base,
@@ -83,12 +85,21 @@ def describe(file: RunFile) -> DescribedRun:
         reduce_dtype=reduce,
         objective=objective,
         sequence_length=_length(read, objective),
-        packing=objective == "sft" and read.flag("packing"),
+        packing=packing,
+        documents_joined=packing and strategy == "wrapped",
         optimizer_state_bits=state_bits(optimizer, stored),
         activation_offloading=read.flag("activation_offloading"),
         attention=read.text("attn_implementation")
         or read.default("attn_implementation", "sdpa", "transformers"),
     )
+
+
+def _dropout(read: RunReader, objective: str) -> float | None:
+    """Return the dropout of adapters, which trainers of pairs switch off unless they are told not to."""
+    dropout = read.number("lora_dropout")
+    named = read.value("disable_dropout")
+    off = objective in WITHOUT_DROPOUT if named is None else bool(named)
+    return 0.0 if off else dropout
 
 
 def _saved(read: RunReader) -> tuple[str, ...]:

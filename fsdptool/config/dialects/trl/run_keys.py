@@ -38,6 +38,7 @@ KEYS = RunKeys(
         "dtype": ("float32", "trl/trainer/model_config.py:89"),
         "max_length": (1024, "trl/trainer/sft_config.py"),
         "packing": (False, "trl/trainer/sft_config.py"),
+        "packing_strategy": ("bfd", "trl/trainer/sft_config.py"),
         "lora_r": (16, "trl/trainer/model_config.py:103"),
         "lora_dropout": (0.05, "trl/trainer/model_config.py:115"),
         "num_generations": (8, "trl/trainer/grpo_config.py"),
@@ -86,3 +87,6 @@ OLD_DEFAULTS = {
     "max_completion_length": (256, "trl 0.18.0 trl/trainer/grpo_config.py"),
 }
 """What differs in the version that most files on the hub were written for."""
+
+WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
+"""Trainers that switch dropout off (``disable_dropout`` of ``trainer/*_config.py``)."""

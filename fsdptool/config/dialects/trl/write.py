@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdptool.config.dialects.run_writer import RunWriter
 from fsdptool.config.dialects.trainer.write import put_arguments
-from fsdptool.config.dialects.trl.run_keys import KEYS
+from fsdptool.config.dialects.trl.run_keys import KEYS, WITHOUT_DROPOUT
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint": "auto"}
 _WITH_BETA = ("dpo", "kto", "grpo")
@@ -72,6 +72,7 @@ def _method(to: RunWriter) -> None:
     to.put("use_peft", True)
     to.put("lora_r", run.lora_rank)
     to.put("lora_dropout", run.lora_dropout or 0.0)
+    to.put("disable_dropout", False if run.lora_dropout and run.objective in WITHOUT_DROPOUT else None)
     to.put("lora_target_modules", to.targets())
     to.put("lora_modules_to_save", run.lora_modules_to_save or None)
     to.put("load_in_4bit", run.method == "qlora" or None)
@@ -95,5 +96,6 @@ def _length(to: RunWriter, objective: str) -> None:
         if run.sequence_length is None:
             to.lose("without it TRL cuts samples at 1024 tokens", "sequence_length")
     to.put("packing", bool(run.packing) if objective in ("sft", "pretrain") else None)
+    to.put("packing_strategy", "wrapped" if run.packing and run.documents_joined else None)
     if objective not in ("sft", "pretrain"):
-        to.lose("TRL packs samples for sft alone", "packing")
+        to.lose("TRL packs samples for sft alone", "packing", "documents_joined")

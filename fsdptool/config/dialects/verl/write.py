@@ -39,7 +39,7 @@ def write(to: RunWriter) -> None:
     to.lose("verl holds what trains in fp32 or bf16 (model_dtype)", "stored_dtype", "base_dtype")
     to.lose("verl holds what trains in fp32 or bf16 (model_dtype)", "optimizer_state_bits")
     to.lose("verl computes in bf16 and reduces in fp32", "compute_dtype", "reduce_dtype")
-    to.lose("verl pads no samples and packs none", "packing")
+    to.lose("verl pads no samples and packs none", "packing", "documents_joined")
     to.lose("verl runs AdamW", "optimizer", "optimizer_state_bits")
     to.lose("verl runs flash_attention_2", "attention")
     to.lose("verl compiles nothing in this plan", "compile")
