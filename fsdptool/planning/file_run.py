@@ -242,7 +242,8 @@ def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> Describ
     config = resolve_choice(choice).config
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = next((short for short, long in _DTYPES.items() if long == named), "bf16")
-    return replace(run, **dict.fromkeys(open_names, dtype))
+    decided: dict[str, Any] = dict.fromkeys(open_names, dtype)
+    return replace(run, **decided)
 
 
 def _model_settings(run: DescribedRun) -> dict[str, Any]:

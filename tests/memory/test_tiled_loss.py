@@ -25,7 +25,7 @@ def peak(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     level = highest = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             level += event.nbytes()
             highest = max(highest, level)
@@ -48,11 +48,11 @@ def test_it_holds_what_trl_holds(vocabulary: int, trained: bool) -> None:
         loss = trl_loss.ChunkedLogProbFunction.apply(
             states, weight, None, aims, 1.0, tiles.vocabulary, None, 1.0, outputs
         )[0]
-        loss.sum().backward()
+        torch.autograd.backward(loss.sum())
 
     def ours() -> None:
         loss: Tensor = TiledLoss(tiles, triton=False)(hidden, weight, None, labels, 0, LogitTail())
-        loss.backward()
+        torch.autograd.backward(loss)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl_loss, "TOKEN_CHUNK_SIZE", tiles.tokens)
