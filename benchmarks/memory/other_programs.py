@@ -20,6 +20,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,29 +93,28 @@ class Row:
     keys: dict[str, Any] = field(default_factory=dict)
 
 
+_ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "trainer": {
+        "": {},
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "recomputed": {"gradient_checkpointing": True},
+        "sgd": {"optim": "sgd"},
+    },
+    "sft": {
+        "": {"packing": False},
+        "packed": {"packing": True, "packing_strategy": "wrapped"},
+        "lora": _ADAPTERS,
+    },
+    "dpo": {"": {}, "lora": _ADAPTERS},
+}
 ROWS = {
-    ", ".join(filter(None, (program, f"{processes} process" + "es" * (processes > 1), name))): Row(
-        program, processes, keys
+    ", ".join(filter(None, (program, f"{count} process" + "es" * (count > 1), name))): Row(
+        program, count, keys
     )
-    for program, variants in {
-        "trainer": {
-            "": {},
-            "accumulation": {"gradient_accumulation_steps": 2},
-            "recomputed": {"gradient_checkpointing": True},
-            "sgd": {"optim": "sgd"},
-        },
-        "sft": {
-            "": {"packing": False},
-            "packed": {"packing": True, "packing_strategy": "wrapped"},
-            "lora": {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]},
-        },
-        "dpo": {
-            "": {},
-            "lora": {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]},
-        },
-    }.items()
+    for program, variants in VARIANTS.items()
     for name, keys in variants.items()
-    for processes in (1, 2)
+    for count in (1, 2)
 }
 
 
@@ -252,11 +252,11 @@ def worker(module: str, arguments: list[str]) -> None:
         """Marks each step for the profiler."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.span = record_function("STEP")
-            self.span.__enter__()
+            self.span = ExitStack()
+            self.span.enter_context(record_function("STEP"))
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.span.__exit__(None, None, None)
+            self.span.close()
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerate.state.DistributedType = ShardsOnCpu(accelerate.state.DistributedType)
