@@ -29,7 +29,8 @@ def write(to: RunWriter) -> None:
     if run.sequence_length is None:
         to.lose("left open by the source: torchtitan takes 2048", "sequence_length")
     if not run.packing:
-        to.lose("torchtitan joins texts to full rows", "packing", "documents_joined")
+        to.lose("torchtitan joins texts to full rows", "packing")
+    to.lose("in torchtitan the texts of a row attend to one another", "documents_joined")
     to.put("training.steps", run.steps)
     to.lose("torchtitan counts steps alone", "epochs", "steps")
     _precision(to)
