@@ -58,7 +58,9 @@ def files(corpus: Path) -> Iterator[str]:
     """Yield the files of the indices, by their paths in the corpus."""
     for index in sorted(corpus.glob("index_*.jsonl")):
         for line in index.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["file"]
+            name = json.loads(line)["file"]
+            if name is not None:
+                yield name
 
 
 def planned(path: Path) -> dict[str, Any]:

@@ -344,9 +344,13 @@ def _read(path: Path) -> Reading:
     if errors or reading.settings is None:
         first = errors[0] if errors else None
         place = f"{path}:{first.line}" if first is not None and first.line else str(path)
-        message = first.message if first is not None else "no settings could be read"
+        if first is None:
+            raise ConfigError(
+                f"{path} does not configure FSDP",
+                help=f"if it describes a whole run, name it in place of the model: fsdptool plan {path}",
+            )
         raise ConfigError(
-            f"{place}: {message}", help=f"fsdptool validate {path} lists every finding and its fix"
+            f"{place}: {first.message}", help=f"fsdptool validate {path} lists every finding and its fix"
         )
     return reading
 

@@ -341,8 +341,9 @@ def unread(plan: Plan) -> list[str]:
     if keys is None:
         return []
     named = ", ".join(keys.keys)
-    advice = f"; give them as options: {', '.join(keys.options)}" if keys.options else ""
-    return [f"not read from {keys.file}: {named}{advice}"]
+    whole = f"fsdptool plan {keys.file} plans the whole run of a training file"
+    advice = f"; else give them as options: {', '.join(keys.options)}" if keys.options else ""
+    return [f"not read from {keys.file}: {named}; {whole}{advice}"]
 
 
 def shortfall(plan: Plan) -> list[str]:

@@ -34,6 +34,7 @@ _NEVER = frozenset({"trust_remote_code", "overrides"})
 """Options that a page does not have: code runs only by a flag of the command line, and values of a
 configuration need more than a field."""
 _FILES = ("recipe", "config", "machine", "gpus_file", "lengths", "clusters")
+_REFERENCES = ("reference", "model", "teacher")
 
 _POWERS = {
     "sequence_length": (512, 131072),
@@ -123,7 +124,7 @@ def read_question(shared: Services, values: Mapping[str, str]) -> Question:
     if "reference" not in options and "recipe" not in options:
         return Question(fields, {}, {})
     resolved = dict(options)
-    for name in (*_FILES, "reference", "teacher"):
+    for name in (*_FILES, *_REFERENCES):
         if name not in options:
             continue
         try:
@@ -141,9 +142,7 @@ def submit(shared: Services, question: Question, *, group: str | None) -> WebJob
     Raises:
         BusyError: Too many questions wait.
     """
-    named = [
-        question.resolved[name] for name in (*_FILES, "reference", "teacher") if name in question.resolved
-    ]
+    named = [question.resolved[name] for name in (*_FILES, *_REFERENCES) if name in question.resolved]
     paths = [str(path) for item in named for path in (item if isinstance(item, list) else [item])]
     stamps = [[path, references.stamp(path)] for path in paths]
     return shared.jobs.submit(
@@ -213,7 +212,7 @@ def _pair(name: str) -> bool:
 
 
 def _resolved(shared: Services, name: str, value: Any) -> Any:
-    if name in ("reference", "teacher"):
+    if name in _REFERENCES:
         return references.allowed(shared.roots, value)
     if isinstance(value, list):
         return [str(shared.roots.resolve(item)) for item in value]

@@ -118,6 +118,7 @@ def test_a_question_to_plan_is_checked_before_it_is_asked(site: Site) -> None:
         ({"recipe": "/etc/passwd"}, "outside the folders"),
         ({"clusters": "models/none.yaml"}, "does not exist"),
         ({"teacher": "../../etc"}, "outside the folders"),
+        ({"model": "/etc/passwd"}, "outside the folders"),
     ):
         answer = client.get("/plan", params={**ask, **wrong})
         assert (answer.status_code, message in answer.text) == (400, True), wrong
@@ -145,6 +146,21 @@ def test_offers_saved_as_files_are_planned_side_by_side(site: Site) -> None:
     # A file that changes is another question.
     (site.folder / "a.yaml").write_text("gpu: H200-141GB-SXM\ngpus_per_node: 4\n")
     assert "4 H200-141GB-SXM" in settled(client, site, f"/plan?{query}")
+
+
+def test_a_training_file_is_planned_where_a_model_is_asked_for(site: Site) -> None:
+    (site.folder / "tiny").mkdir(exist_ok=True)
+    (site.folder / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (site.folder / "train.yaml").write_text(
+        "base_model: org/model\nadapter: lora\nlora_r: 4\nlora_target_linear: true\nsequence_len: 64\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch_fused\nbf16: true\n"
+        "learning_rate: 0.0002\ndatasets: [{path: org/data, type: alpaca}]\n"
+    )
+    query = "reference=models/train.yaml&model=models/tiny&gpu=H100-80GB-SXM&gpus=2"
+    client = site.client()
+    settled(client, site, f"/plan?{query}")
+    inputs = client.get(f"/plan/plan.json?{query}").json()["inputs"]
+    assert (inputs["run"]["program"], inputs["recipe"]["method"]["lora"]["rank"]) == ("axolotl", 4)
 
 
 def test_suggestions_and_points_are_addresses() -> None:
