@@ -201,6 +201,8 @@ def _learning(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Itera
             if value in (False, 0) and got is None:
                 continue
             yield Loss(told, _shown(value), _shown(got), writer.cannot.get(told, _UNKNOWN))
+    for name, (placeholder, why) in writer.asked.items():
+        yield Loss(name, None, placeholder, why)
     if "dataset" not in run.learning and back.learning.get("dataset") == PLACEHOLDER:
         yield Loss("learning.dataset", None, PLACEHOLDER, writer.cannot["learning.dataset"])
 

@@ -358,6 +358,16 @@ def test_defaults_of_the_source_are_written_out() -> None:
     assert (run_.micro_batch, run_.sequence_length, run_.gradient_checkpointing) == (1, 512, "none")
     assert (run_.epochs, run_.learning["scheduler"], run_.stored_dtype) == (1.0, "cosine", "bf16")
     assert run_.learning["dataset"] == "a/b"
+    assert run_.learning["warmup_ratio"] == 0.03
+    titan = translate(described(text + "max_steps: 200\n"), "torchtitan")
+    assert (titan.run.learning["warmup_steps"], titan.run.steps) == (6, 200)
+
+
+def test_what_no_run_says_is_a_placeholder_that_is_told() -> None:
+    losses = {loss.name: loss for loss in translate(described(VERL_GRPO), "trl").losses}
+    assert losses["reward_funcs"].becomes == "YOUR-REWARD"
+    assert losses["learning.dataset"].becomes == "YOUR-DATASET"
+    assert "template" in {loss.name for loss in translate(described(FULL), "llamafactory").losses}
 
 
 def test_migrate_writes_the_file_and_tells_what_is_lost(

@@ -379,11 +379,13 @@ class RunReader:
     def _learning(self, run: DescribedRun) -> dict[str, str | float | bool]:
         """Return what decides the learning, with the program's defaults."""
         found: dict[str, str | float | bool] = {}
+        given: set[str] = set()
         for name, item in self.keys.learning.items():
             value = None
             for key in (item.key, *item.also):
                 value = _inside(self.data, key.split(".")) if key and value is None else value
                 if value is not None:
+                    given.add(name)
                     self.learnt.setdefault(re.split(r"\.\d+(?:\.|$)", key)[0])
                     break
             else:
@@ -397,6 +399,8 @@ class RunReader:
         steps = found.get("warmup_steps")
         if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share there
             found["warmup_ratio"] = found.pop("warmup_steps")
+        if "warmup_steps" in given and "warmup_ratio" not in given:
+            found.pop("warmup_ratio", None)
         if found.get("warmup_ratio") and not found.get("warmup_steps"):
             found.pop("warmup_steps", None)
         elif "warmup_steps" in found:

@@ -57,6 +57,7 @@ class RunWriter:
     Attributes:
         data: Keys with their values; sections are mappings.
         cannot: Facts of the run that the program has no word for, or decides itself, with the reason.
+        asked: What the program needs and no run says: what is written for it, and why.
         beside: Texts of files that belong beside the file, by what follows the stem of its name.
         text: The whole text, where it is not ``data`` in YAML.
     """
@@ -66,6 +67,7 @@ class RunWriter:
         self.program = program
         self.data: dict[str, Any] = {}
         self.cannot: dict[str, str] = {}
+        self.asked: dict[str, tuple[str, str]] = {}
         self.beside: dict[str, str] = {}
         self.text: str | None = None
 
@@ -83,6 +85,11 @@ class RunWriter:
         """Note why the program does not have a fact of the run as it is."""
         for fact in facts:
             self.cannot.setdefault(fact, why)
+
+    def ask(self, key: str, placeholder: Any, why: str) -> None:
+        """Set a key that the program needs and no run says, and note that it is to be filled in."""
+        self.put(key, placeholder)
+        self.asked[key] = (str(placeholder[0] if isinstance(placeholder, list) else placeholder), why)
 
     def need_objective(self, *known: str) -> None:
         """Refuse an objective that the program does not train.
@@ -186,7 +193,11 @@ class RunWriter:
             item = known.get(name)
             if name in without:
                 continue
-            if item is None or item.key == "":
+            if name == "warmup_ratio" and item is None and "warmup_steps" in known:
+                steps = round(float(value) * (self.run.steps or 0))
+                self.put(known["warmup_steps"].key, steps)
+                self.lose(f"{self.program} counts steps: {steps} is written", f"learning.{name}")
+            elif item is None or item.key == "":
                 self.lose(f"{self.program} has no key for it", f"learning.{name}")
             elif item.words and value not in item.words:
                 self.lose(f"{self.program} has no word for {value}", f"learning.{name}")

@@ -149,7 +149,7 @@ KEYS = RunKeys(
         "max_grad_norm": Learned("max_grad_norm", 1.0),
         "scheduler": Learned("lr_scheduler", "cosine"),
         "warmup_steps": Learned("warmup_steps"),
-        "warmup_ratio": Learned("warmup_ratio"),
+        "warmup_ratio": Learned("warmup_ratio", 0.03),  # core/builders/base.py:248
         "seed": Learned("seed", 42),
         "neftune_noise_alpha": Learned("neftune_noise_alpha"),
         "output": Learned("output_dir"),

@@ -24,6 +24,11 @@ _PLUGINS = {
     "cce": ("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin", "cut_cross_entropy"),
     "liger": ("axolotl.integrations.liger.LigerPlugin", "liger_fused_linear_cross_entropy"),
 }
+_KINDS = {
+    "sft": "chat_template", "pretrain": "completion", "orpo": "chat_template.argilla",
+    "kto": "chatml.argilla", "reward": "bradley_terry.chat_template", "grpo": "YOUR-TRANSFORM",
+}  # fmt: skip
+"""How samples are read (``prompt_strategies``), by the objective."""
 _RL = ("dpo", "ipo", "kto", "orpo", "simpo", "grpo")
 
 
@@ -88,12 +93,14 @@ def _data(to: RunWriter) -> None:
     objective = to.run.objective or "sft"
     if objective == "pretrain" and to.run.steps is None:
         to.lose("axolotl streams texts only for a number of steps: they are trained as samples", "objective")
-    kind = {"pretrain": "completion", "sft": "chat_template"}.get(objective, f"chat_template.{objective}")
+    kind = _KINDS.get(objective, "chat_template.default")
     texts = objective == "pretrain" and to.run.steps is not None
     to.put("pretraining_dataset" if texts else "datasets", [{"path": to.dataset(), "type": kind}])
     if objective in _RL:
         to.put("rl", objective)
         to.put("remove_unused_columns", False if objective == "kto" else None)
+        if objective == "grpo":
+            to.ask("trl.reward_funcs", ["YOUR-REWARD"], "name the functions that give the rewards")
     elif objective == "reward":
         to.put("reward_model", True)
 

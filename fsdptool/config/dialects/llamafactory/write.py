@@ -25,15 +25,16 @@ def write(to: RunWriter) -> None:
     to.put("stage", _STAGES[objective])
     to.put("do_train", True)
     if objective == "ppo":
-        to.put("reward_model", "YOUR-REWARD-MODEL")
+        to.ask("reward_model", "YOUR-REWARD-MODEL", "name the model that gives the rewards")
         to.put("reward_model_type", "full")
-        to.lose("LLaMA-Factory takes the rewards from a model: name it", "learning.rewards")
     to.put("pref_loss", objective if objective in ("orpo", "simpo") else None)
     to.put("dataset", to.dataset())
     if run.program != to.program:
-        why = "LLaMA-Factory knows data by the names of its dataset_info.json, and needs a template"
-        to.lose(why, "learning.dataset")
-    to.put("template", "default")
+        to.lose("LLaMA-Factory knows data by the names of its dataset_info.json", "learning.dataset")
+    if run.program == to.program:
+        to.put("template", "default")
+    else:
+        to.ask("template", "default", "name the chat template of the model")
     _method(to)
     if run.sequence_length is None:
         to.lose("without it LLaMA-Factory cuts samples at 2048 tokens", "sequence_length")

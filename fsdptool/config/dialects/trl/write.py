@@ -48,8 +48,7 @@ def write(to: RunWriter) -> None:
         to.put("beta", 0.0 if objective == "grpo" else 0.1)
     if objective == "grpo":
         to.put("num_generations", to.data.get("num_generations", 8))
-        to.put("reward_funcs", ["YOUR-REWARD"])
-        to.lose("the rewards are functions: name them there", "learning.rewards")
+        to.ask("reward_funcs", ["YOUR-REWARD"], "name the functions that give the rewards")
     elif objective == "kto":
         to.put("desirable_weight", 1.0)
     elif objective == "reward":
