@@ -409,9 +409,9 @@ def test_a_recipe_and_its_accelerate_file_describe_the_run_and_train_it(
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 128,
     }  # fmt: skip
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
-    Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps(config), encoding="utf-8")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("model")
     text = AXOLOTL.partition("dp_replicate_size")[0].replace("meta-llama/Llama-3.1-8B", "./model")
     for old, new in {
         "adapter: qlora": "adapter: lora", "load_in_4bit: true\n": "", "4096": "16",

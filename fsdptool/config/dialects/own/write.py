@@ -31,6 +31,8 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint
 _BASES = {"qlora": "nf4", "lora8bit": "int8"}
 _ATTENTION = {name: name for name in ("sdpa", "eager", "flash_attention_2")}
 _OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd", "muon")
+_FROM_CONFIG = ("torchtitan", "automodel", "fsdptool")
+"""Programs whose pretraining starts from random weights."""
 _OVER_TOKENS = ("sft", "pretrain", "dpo", "orpo", "simpo")
 
 
@@ -74,8 +76,11 @@ def _model(to: RunWriter) -> ModelChoice:
         to.lose(
             "the recipe names the denoiser by its family: give its folder for the weights", "model", "family"
         )
+    # Where the other program starts from a checkpoint, random weights are no substitute for a missing one.
+    starts = run.objective == "diffusion" or (run.objective == "pretrain" and run.program in _FROM_CONFIG)
     return ModelChoice(
         reference,
+        weights="auto" if starts else "pretrained",
         dtype=cast("Any", _DTYPES.get(dtype or "", "auto")),
         attention=cast("Any", attention),
         trust_remote_code=run.learning.get("trust_remote_code") is True,
