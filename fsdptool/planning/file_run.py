@@ -84,6 +84,11 @@ _SMALLER = (
 """Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
 
 
+OPEN_FACTS = {
+    "micro_batch": "the micro-batch, which is left open",
+    "optimizer": "the optimizer, which is left open",
+}
+"""Options that decide a fact which a file leaves open, and how the limit begins that stands for it."""
 _NOT_KNOWN = ("which is not resolved", "is not known")
 """How problems of a described run end that may hide its model."""
 
@@ -188,7 +193,7 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> Fi
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
     if run.micro_batch is None:
-        limits.append(PlanLimit("the micro-batch, which is left open: 1 is planned", "more"))
+        limits.append(PlanLimit(f"{OPEN_FACTS['micro_batch']}: 1 is planned", "more"))
     settings = _suited(_settings(run), run, ranks)
     return FileRun(recipe, settings, cast("Options", options), tuple(limits))
 
@@ -340,7 +345,7 @@ def _batch(run: DescribedRun) -> Batch:
 
 def _optimizer(run: DescribedRun, limits: list[PlanLimit]) -> Optimizer:
     if run.optimizer is None:
-        limits.append(PlanLimit("the optimizer, which is left open: AdamW is planned", None))
+        limits.append(PlanLimit(f"{OPEN_FACTS['optimizer']}: AdamW is planned", None))
         return Optimizer()
     name = run.optimizer.rpartition(".")[2].lower()
     if "paged" in name:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.file_run import file_run, ranks_of, read_file_run
+from fsdptool.planning.file_run import OPEN_FACTS, file_run, ranks_of, read_file_run
 from fsdptool.planning.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
@@ -160,7 +160,9 @@ def _from_file(
     made = file_run(run, options.get("model"), reference, _ranks(options, run, reference))
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
-    return run, cast("Options", merged), made.limits
+    answered = tuple(words for name, words in OPEN_FACTS.items() if name in own)
+    limits = tuple(limit for limit in made.limits if not limit.what.startswith(answered))
+    return run, cast("Options", merged), limits
 
 
 def _ranks(options: Options, run: DescribedRun, where: str) -> int:

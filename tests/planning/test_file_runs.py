@@ -145,6 +145,12 @@ def test_options_override_the_file(model: str, tmp_path: Path) -> None:
     assert longer.inputs.recipe.method == plan.inputs.recipe.method
 
 
+def test_an_option_decides_what_the_file_leaves_open(model: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "train.yaml", TORCHTUNE.replace("\nbatch_size: 3", "")
+    assert planned(path, text, model).verdict == "unknown"
+    assert planned(path, text, model, micro_batch=2).verdict == "fits"
+
+
 def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     two, four = (planned(path, LLAMA_FACTORY, model, gpus=count) for count in (2, 4))
