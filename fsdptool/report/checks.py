@@ -59,13 +59,17 @@ def message(item: CheckedFile) -> str:
     earlier, smallest = before(item), change(item)
     parts = [
         need(item),
-        f"before this change: {earlier}" if earlier else "",
+        f"before this change: {earlier}" if earlier else "new file" if _is_new(item) else "",
         f"smallest change that fits: {smallest}" if smallest else "",
         *reasons(item),
     ]
     if item.verdict == "does_not_fit" and item.reason is not None and not _short_of_device_memory(item):
         parts.insert(1, item.reason)
     return printable("; ".join(part for part in parts if part))
+
+
+def _is_new(item: CheckedFile) -> bool:
+    return item.changed_in is not None and item.before is None and item.verdict != "not_planned"
 
 
 def _short_of_device_memory(item: CheckedFile) -> bool:
@@ -130,7 +134,9 @@ def markdown_lines(report: CheckReport) -> Iterator[str]:
         yield f"| {' | '.join(heads)} |"
         yield "|---" * len(heads) + "|"
         for item in planned:
-            earlier = [before(item) or "new file"] if report.base is not None else []
+            earlier = (
+                [before(item) or ("new file" if _is_new(item) else "")] if report.base is not None else []
+            )
             bold = "**" if item.verdict == "does_not_fit" else ""
             verdict = f"{bold}{VERDICTS[item.verdict]}{bold}"
             why = "; ".join(reasons(item))

@@ -160,7 +160,10 @@ def test_what_is_not_certain_is_listed_and_does_not_fail(
     assert "config.json" in files["other.yaml"]["help"]
     assert "could turn the answer" in files["train.yaml"]["reason"]
     assert run(["check", "--base", "HEAD"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        len(lines) == 4 and lines[-1] == "1 file changed since HEAD planned: 1 unknown; 2 files not planned"
+    )
 
 
 def test_nothing_is_run_and_a_wrong_revision_is_refused(
@@ -176,6 +179,9 @@ def test_nothing_is_run_and_a_wrong_revision_is_refused(
     (project / "train.yaml").write_text(TRAIN.replace("64", "32"))
     _, files = checked(capsys, "--base", "HEAD", "train.yaml")
     assert files["train.yaml"]["before"]["verdict"] == "fits"
+    (project / "new.yaml").write_text(TRAIN)
+    assert run(["check", "--base", "HEAD", "new.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("2 RTX-4090-24GB; new file")
     assert not (project / "ran").exists()
     for name in ("nothing", "--help", "-h", "HEAD:train.yaml"):
         assert run(["check", f"--base={name}"]) == 2
