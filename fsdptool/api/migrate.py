@@ -34,7 +34,8 @@ def migrate(
 
     Returns:
         Per file, the text ``before`` and ``after``, whether it ``changed``, notes, the ``losses`` of a whole
-        run (what has no counterpart in the other program), and why one was refused.
+        run (what has no counterpart in the other program), texts that belong ``beside`` the file by the end
+        of their name (a recipe's ``.accelerate.yaml``), and why one was refused.
 
     Raises:
         ConfigError: A dialect is not known, or a folder holds no configuration.

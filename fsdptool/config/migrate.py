@@ -242,7 +242,8 @@ def migrate_file(
     Raises:
         ConfigError: ``dialect`` is not known.
     """
-    translated = _translated(path, to, dialect, source, files) if to in run_writers() else None
+    whole = to is not None and to in run_writers()
+    translated = _translated(path, to, dialect, source, files) if whole else None
     if translated is not None:
         return translated
     reading = read_settings(source if source is not None else path, dialect=dialect, files=files)

@@ -469,3 +469,21 @@ def test_a_plan_is_written_for_a_program_with_what_it_chose(
     with pytest.raises(ConfigError, match="--to requires --plan"):
         fsdptool.emit_config("gpt2:small", to="trl")
     assert capsys.readouterr().out == ""
+
+
+def test_a_value_that_is_no_number_is_told_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: a/b\nlearning_rate: abc\nwarmup_ratio: much\n"
+        "max_length: long\n",
+        encoding="utf-8",
+    )
+    for to in TARGETS:
+        (made,) = fsdptool.migrate(path, to=to)
+        if to == "trl":
+            continue
+        assert made.refusal is None, made.refusal
+        assert "learning_rate must be a number, not 'abc'" in made.notes
+        found = describe_run(SourceText(made.after or "", "run.yaml"), program=to)
+        assert found is not None
+        assert "abc" not in found.learning.values()

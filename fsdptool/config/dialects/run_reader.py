@@ -394,7 +394,9 @@ class RunReader:
             if isinstance(value, str) and (_VARIABLE.search(value) or value.lower() in ("none", "null", "")):
                 continue
             number = _number(value) if isinstance(value, str) and name not in _TEXTS else value
-            if isinstance(number, str | float | int | bool):
+            if isinstance(number, str) and name not in _TEXTS:
+                self._wrong(item.key, "a number", value)
+            elif isinstance(number, str | float | int | bool):
                 found[name] = number
         steps = found.get("warmup_steps")
         if isinstance(steps, float) and 0 < steps < 1:  # transformers 5 takes a share there
