@@ -475,7 +475,8 @@ def test_a_value_that_is_no_number_is_told_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text(
         "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: a/b\nlearning_rate: abc\nwarmup_ratio: much\n"
-        "max_length: long\n",
+        "max_length: long\nnum_train_epochs: 1e400\nseed: .inf\nper_device_train_batch_size: 0\n"
+        "num_processes: 8\n",
         encoding="utf-8",
     )
     for to in TARGETS:
@@ -484,6 +485,7 @@ def test_a_value_that_is_no_number_is_told_and_left_out(tmp_path: Path) -> None:
             continue
         assert made.refusal is None, made.refusal
         assert "learning_rate must be a number, not 'abc'" in made.notes
+        assert "seed must be a number, not 'inf'" in made.notes
         found = describe_run(SourceText(made.after or "", "run.yaml"), program=to)
         assert found is not None
         assert "abc" not in found.learning.values()

@@ -321,10 +321,13 @@ class RunReader:
         """Return a number, or None."""
         value = self.value(key, *others)
         try:
-            return None if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+            number = None if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if number is not None and not math.isfinite(number):
             self._wrong(key, "a number", value)
             return None
+        return number
 
     def flag(self, key: str, *others: str) -> bool:
         """Return whether a switch is on; without a value it is off."""
@@ -394,7 +397,8 @@ class RunReader:
             if isinstance(value, str) and (_VARIABLE.search(value) or value.lower() in ("none", "null", "")):
                 continue
             number = _number(value) if isinstance(value, str) and name not in _TEXTS else value
-            if isinstance(number, str) and name not in _TEXTS:
+            endless = isinstance(number, float) and not math.isfinite(number)
+            if endless or (isinstance(number, str) and name not in _TEXTS):
                 self._wrong(item.key, "a number", value)
             elif isinstance(number, str | float | int | bool):
                 found[name] = number

@@ -97,7 +97,7 @@ def _batch(
     """Return the micro-batch, the global batch and the accumulation that follows (step_scheduler.py:119)."""
     micro = read.whole("step_scheduler.local_batch_size")
     total = read.whole("step_scheduler.global_batch_size")
-    if micro is None or total is None or processes is None:
+    if not micro or total is None or processes is None:
         return micro, total, None
     data = max(1, processes // ((mesh.tp or 1) * (mesh.cp or 1) * (mesh.pp or 1)))
     if total % (micro * data):

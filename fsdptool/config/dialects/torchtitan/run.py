@@ -108,8 +108,8 @@ def _batch(read: RunReader, mesh: DescribedMesh) -> tuple[int | None, int | None
         data = max(1, launched // others)
     ranks = data * others if data is not None and (mesh.dp_shard or 1) > 1 else None
     if wanted is not None and wanted > 0:
-        known = micro is not None and data is not None
-        if known and micro is not None and data is not None and wanted % (micro * data):
+        known = bool(micro) and data is not None
+        if known and micro and data is not None and wanted % (micro * data):
             read.problems.append(
                 f"global_batch_size {wanted} is not a multiple of {micro} x {data} data-parallel ranks"
             )
