@@ -1,14 +1,17 @@
 """Real peaks of other programs on CPUs, beside the plans of their files.
 
-    python benchmarks/memory/other_programs.py [--only TEXT] [-o FILE]
+    python benchmarks/memory/other_programs.py [--only TEXT] [--torchtune PYTHON] [-o FILE]
 
 Each row writes a file (or a command line) of a program, runs that program on it with one process or with two
 processes and FSDP2 over gloo, and plans the same file with ``fsdptool plan``. A small Llama with random
 weights, a tokenizer of whole words and texts that are all longer than the sequence length are made first.
-The programs are Hugging Face's Trainer in a script of a few lines, ``trl sft`` and ``trl dpo``.
+The programs are Hugging Face's Trainer in a script of a few lines, ``trl sft`` and ``trl dpo``, and the
+recipes of torchtune for full fine-tuning. torchtune 0.6.1 needs torchao 0.9, so it is run by the interpreter
+of another environment, and left out without ``--torchtune``. Its distributed recipe does not run on CPUs: it
+asks for the memory statistics of a GPU.
 
 Instrument: torch's CPU allocator events (``torch.profiler`` with ``profile_memory``), summed from before the
-model exists; the peak is that of the last optimizer step, from ``on_step_begin`` to ``on_step_end``.
+model exists; the peak is that of the last step, from one update of the optimizer to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,75 @@ TRAINING: dict[str, Any] = {
     "gradient_checkpointing": False,
     "dataloader_num_workers": 0,
 }
+TORCHTUNE: dict[str, Any] = {
+    "output_dir": "out",
+    "tokenizer": {"_component_": "rows.Tokenizer", "max_seq_len": SEQUENCE},
+    "dataset": {"_component_": "rows.Rows", "packed": False},
+    "model": {
+        "_component_": "torchtune.models.llama3_1.llama3_1",
+        "vocab_size": WORDS,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "embed_dim": 256,
+        "intermediate_dim": 768,
+        "max_seq_len": 1024,
+        "rope_base": 10000,
+    },
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "model",
+        "checkpoint_files": ["model.safetensors"],
+        "recipe_checkpoint": None,
+        "output_dir": "out",
+        "model_type": "LLAMA3",
+    },
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4},
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "metric_logger": {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": "out/logs",
+    },
+    "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
+    "seed": 0,
+    "shuffle": False,
+    "resume_from_checkpoint": False,
+    "batch_size": 2,
+    "epochs": 1,
+    "max_steps_per_epoch": STEPS,
+    "gradient_accumulation_steps": 1,
+    "optimizer_in_bwd": False,
+    "clip_grad_norm": None,
+    "compile": False,
+    "device": "cpu",
+    "dtype": "fp32",
+    "enable_activation_checkpointing": False,
+    "enable_activation_offloading": False,
+    "log_every_n_steps": 1,
+    "log_peak_memory_stats": False,
+}
+ROWS_OF_TORCHTUNE = """\
+import torch
+
+
+class Tokenizer:
+    pad_id = 0
+
+    def __init__(self, max_seq_len):
+        self.max_seq_len = max_seq_len
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, tokenizer, packed):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randint(5, 8000, (64, tokenizer.max_seq_len), generator=generator).tolist()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"tokens": self.rows[index], "labels": self.rows[index]}
+"""
 ACCELERATE: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "FSDP",
@@ -83,9 +155,9 @@ class Row:
     """One run.
 
     Attributes:
-        program: ``trainer``, ``sft`` or ``dpo``.
+        program: ``trainer``, ``sft``, ``dpo`` or ``torchtune``.
         processes: One, or two with FSDP2.
-        keys: What its file says beside :data:`TRAINING`.
+        keys: What its file says beside :data:`TRAINING` or :data:`TORCHTUNE`.
     """
 
     program: str
@@ -107,6 +179,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": _ADAPTERS,
     },
     "dpo": {"": {}, "lora": _ADAPTERS},
+    "torchtune": {
+        "": {},
+        "accumulation": {"gradient_accumulation_steps": 2},
+        "recomputed": {"enable_activation_checkpointing": True},
+    },
 }
 ROWS = {
     ", ".join(filter(None, (program, f"{count} process" + "es" * (count > 1), name))): Row(
@@ -114,7 +191,7 @@ ROWS = {
     )
     for program, variants in VARIANTS.items()
     for name, keys in variants.items()
-    for count in (1, 2)
+    for count in ((1,) if program == "torchtune" else (1, 2))
 }
 
 
@@ -167,6 +244,10 @@ def command_of(row: Row, folder: Path) -> list[str]:
 
     launch = ["--config_file", "fsdp.yaml"] if row.processes > 1 else []
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(ACCELERATE), encoding="utf-8")
+    if row.program == "torchtune":
+        (folder / "rows.py").write_text(ROWS_OF_TORCHTUNE, encoding="utf-8")
+        (folder / "full.yaml").write_text(yaml.safe_dump({**TORCHTUNE, **row.keys}), encoding="utf-8")
+        return ["tune", "run", "full_finetune_single_device", "--config", "full.yaml"]
     if row.program == "trainer":
         (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
         given = {**TRAINING, "model_max_length": SEQUENCE, **row.keys}
@@ -203,19 +284,25 @@ def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
     return document
 
 
-def measured(row: Row, command: list[str], folder: Path) -> list[int]:
+def measured(row: Row, command: list[str], folder: Path, python: str) -> list[int]:
     """Run a row's program and return the peak of each rank in bytes."""
-    start = next(i for i, word in enumerate(command) if word == "train.py" or word.endswith(row.program))
+    programs = {"train.py", "full_finetune_single_device"}
+    programs |= {"sft", "dpo", "trl.scripts.sft", "trl.scripts.dpo"}
+    start = next(i for i, word in enumerate(command) if word in programs)
     arguments = command[start + 1 :]
-    launch = [sys.executable]
+    launch = [python]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     if row.processes > 1:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
         environment |= {name.upper(): str(value) for name, value in ACCELERATE["fsdp_config"].items()}
         named = ACCELERATE["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
         environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] = named
     module = "train.py" if row.program == "trainer" else f"trl.scripts.{row.program}"
+    if row.program == "torchtune":
+        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        place = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+        module = f"{place.stdout.strip()}/recipes/{command[start]}.py"
     done = subprocess.run(
         [*launch, __file__, "--worker", module, *arguments],
         cwd=folder,
@@ -241,28 +328,24 @@ class ShardsOnCpu:
 
 def worker(module: str, arguments: list[str]) -> None:
     """Run a program's main module in this process and write the peak of its last step."""
-    import accelerate.state
-    import transformers.trainer
+    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.profiler import ProfilerActivity, profile, record_function
-    from transformers import TrainerCallback
 
     from fsdptool.training.memory_meter import settled_collectives
 
-    class Marks(TrainerCallback):  # type: ignore[misc]
-        """Marks each step for the profiler."""
+    def mark(*_: Any) -> None:
+        with record_function("UPDATED"):
+            pass
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.span = ExitStack()
-            self.span.enter_context(record_function("STEP"))
+    register_optimizer_step_post_hook(mark)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "ACCELERATE_USE_FSDP" in os.environ:
+        import accelerate.state
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.span.close()
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         accelerate.state.DistributedType = ShardsOnCpu(accelerate.state.DistributedType)
-    transformers.trainer.DEFAULT_CALLBACKS.append(Marks)
     sys.argv = [module, *arguments]
+    sys.path.insert(0, "")
     with (
+        suppress(SystemExit),
         settled_collectives(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
     ):
@@ -271,9 +354,8 @@ def worker(module: str, arguments: list[str]) -> None:
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     events = list(profiler.profiler.kineto_results.events())
-    steps = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "STEP"]
+    begin, end = sorted(e.start_ns() for e in events if e.name() == "UPDATED")[-2:]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    begin, end = max(steps)
     level = peak = 0
     for time, size in changes:
         level += size
@@ -289,6 +371,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="text that the row's name must contain")
+    parser.add_argument("--torchtune", metavar="PYTHON", help="interpreter of an environment with torchtune")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     from fsdptool.records.diagnostic import library_versions
@@ -297,14 +380,15 @@ def main() -> int:
     if options.only and options.output.exists():
         rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
     for name, row in ROWS.items():
-        if options.only not in name:
+        if options.only not in name or (row.program == "torchtune" and options.torchtune is None):
             continue
+        python = options.torchtune if row.program == "torchtune" else sys.executable
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
             make_inputs(folder)
             command = command_of(row, folder)
             plan = planned(row, command, folder)
-            peaks = measured(row, command, folder)
+            peaks = measured(row, command, folder, python)
         chosen = next(item for item in plan["candidates"] if item["id"] == plan["chosen"])
         memory = chosen["allocated_peak_bytes"]
         rows[name] = {

@@ -25,6 +25,7 @@ class ProgramLoop:
         loss: Logits that its loss over tokens holds: of all of them, or of a chunk at a time.
         loss_in_forward: Whether the model's own forward computes the loss (``labels=``).
         tiles: Tiles in which a chunked loss computes logits; None: as fsdptool's loss does.
+        head_chunks: Parts of each row whose logits a chunked loss makes one by one, and all keeps.
         marks_last: Whether it calls ``set_is_last_backward``.
         outside_in_root: Whether embedding and head belong to the root, in the native layout.
         not_planned: What a plan of it leaves out.
@@ -37,6 +38,7 @@ class ProgramLoop:
     loss_in_forward: bool
     source: str
     tiles: LossTiles | None = None
+    head_chunks: int = 0
     marks_last: bool = False
     outside_in_root: bool = False
     not_planned: tuple[NotPlanned, ...] = ()

@@ -49,7 +49,8 @@ class _Builder:
     ) -> None:
         parameters = tuple(p for p in self.tree.claim(roots, self.taken) if p.fqn not in self.ignored)
         self.taken.update(roots)
-        if parameters or kind == "root":
+        checkpointed = policy is not None and policy.mode != "none"
+        if parameters or checkpointed or kind == "root":
             unit = Unit(
                 id="+".join(roots) or "root",
                 kind=kind,
@@ -58,7 +59,7 @@ class _Builder:
                 parameters=parameters,
                 reshard_after_forward=reshard,
                 unshard_in_backward=unshard_in_backward,
-                checkpointed=policy is not None and policy.mode != "none",
+                checkpointed=checkpointed,
                 save_operators=policy.saved if policy is not None else (),
             )
             self.units.append(unit)

@@ -83,7 +83,7 @@ def fuse_head(model: nn.Module, compute: HeadLoss | None = None) -> None:
 def _decision(trained: TrainedModel, run: ResolvedRun, wanted: bool | None) -> FusedLoss:
     if wanted is False:
         return FusedLoss(False, FusedLossReason.DECLINED)
-    if wanted is None and run.loop.tiles is not None:
+    if wanted is None and (run.loop.tiles is not None or run.loop.head_chunks):
         against = _against(trained, run)
         return FusedLoss(against is None, against or FusedLossReason.OTHER_PROGRAM)
     if wanted is None and run.settings.use_cpu:

@@ -149,7 +149,7 @@ def is_recipe(run: DescribedRun) -> bool:
     return run.objective in known and run.method in (None, "full", "lora", *_BASES)
 
 
-def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> FileRun:
+def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cpu: bool = False) -> FileRun:
     """Return a described run as inputs of a plan.
 
     Args:
@@ -157,6 +157,7 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> Fi
         model: What to take for its model; None takes the size of the catalogue that its name stands for.
         where: The file, for messages.
         ranks: Ranks that the plan is for.
+        cpu: Whether they are CPU processes.
 
     Raises:
         PlanError: The model is not known.
@@ -173,7 +174,7 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int) -> Fi
         objective=Objective(_objective(run, limits)),
         data=_data(run),
         batch=_batch(run),
-        optimizer=_optimizer(run, limits),
+        optimizer=_optimizer(run, limits, cpu),
         sharding=_sharding(run),
         ema=Ema(0.999) if run.ema else Ema(),
         steps=run.steps,
@@ -343,7 +344,7 @@ def _batch(run: DescribedRun) -> Batch:
     return replace(batch, global_batch=run.global_batch)
 
 
-def _optimizer(run: DescribedRun, limits: list[PlanLimit]) -> Optimizer:
+def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool) -> Optimizer:
     if run.optimizer is None:
         limits.append(PlanLimit(f"{OPEN_FACTS['optimizer']}: AdamW is planned", None))
         return Optimizer()
@@ -357,7 +358,9 @@ def _optimizer(run: DescribedRun, limits: list[PlanLimit]) -> Optimizer:
         if _ADAM.fullmatch(name) is None:
             side: Side | None = "less" if any(word in name for word in _SMALLER) else None
             limits.append(PlanLimit(f"optimizer {run.optimizer}: AdamW is planned", side))
-    return Optimizer(name=cast("Any", known[0]), implementation=cast("Any", known[1]))
+    # torch's own default (2.13, ``optim/optimizer.py:_default_to_fused_or_foreach``).
+    implementation = "for_loop" if cpu and known[1] == "foreach" else known[1]
+    return Optimizer(name=cast("Any", known[0]), implementation=cast("Any", implementation))
 
 
 def _sharding(run: DescribedRun) -> Sharding:

@@ -89,6 +89,7 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
     loss, inside = options.get("loss"), options.get("loss_in_forward")
     if inside is None:
         inside = loss == "model" or (does is not None and does.loss_in_forward)
+    chunked = does if does is not None and (loss or does.loss) == "chunked" else None
     return TrainingLoop(
         loading=cast("Loading | None", options.get("loading")),
         keeps_logits=loss == "kept",
@@ -96,7 +97,8 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
         loss_in_forward=inside,
         own_loss=loss == "model",
         whole_logits=loss is None and does is not None and does.loss == "whole",
-        tiles=does.tiles if does is not None and (loss or does.loss) == "chunked" else None,
+        tiles=chunked.tiles if chunked is not None else None,
+        head_chunks=chunked.head_chunks if chunked is not None else 0,
         marks_last=does is None or does.marks_last,
         not_planned=_open(does, loss, mixed) if does is not None else (),
     )

@@ -157,7 +157,8 @@ def _from_file(
                 f"{reference} describes a whole run: --{name} would describe another",
                 help=f"leave --{name} out, or give the model instead of the file",
             )
-    made = file_run(run, options.get("model"), reference, _ranks(options, run, reference))
+    cpu = (options.get("profile") or "cuda") != "cuda"
+    made = file_run(run, options.get("model"), reference, _ranks(options, run, reference), cpu=cpu)
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
     answered = tuple(words for name, words in OPEN_FACTS.items() if name in own)

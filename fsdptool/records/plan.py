@@ -297,6 +297,7 @@ class TrainingLoop:
             recipe's objective, in fp32.
         whole_logits: Whether its loss over tokens holds all logits, where nobody says otherwise.
         tiles: Tiles in which its head computes the loss over tokens; None: as fsdptool's loss does.
+        head_chunks: Parts of each row whose logits its head makes one by one, and all keeps; 0: all at once.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
         not_planned: What differs from run to run, or is not modelled.
     """
@@ -309,6 +310,7 @@ class TrainingLoop:
     own_loss: bool = False
     whole_logits: bool = False
     tiles: LossTiles | None = None
+    head_chunks: Count = 0
     marks_last: bool = True
     not_planned: tuple[NotPlanned, ...] = ()
 

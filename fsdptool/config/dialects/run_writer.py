@@ -205,7 +205,7 @@ class RunWriter:
                 self.put(item.key, item.words.get(value, value) if item.words else value)
 
     def put_clipping(self, key: str) -> None:
-        """Set the norm to which gradients are clipped; 0, which elsewhere switches clipping off, is out of reach."""
+        """Set the norm to which gradients are clipped; 0 switches clipping off elsewhere, and is lost."""
         norm = self.run.learning.get("max_grad_norm")
         if norm is not None and float(norm) <= 0:
             self.lose("no clipping is written as a norm that nothing reaches", "learning.max_grad_norm")

@@ -19,7 +19,7 @@ from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
-from fsdptool.memory.tracing.tiled_loss import TiledLoss
+from fsdptool.memory.tracing.tiled_loss import TiledLoss, loss_of_chunks
 from fsdptool.modeling import build_model
 from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
@@ -252,12 +252,14 @@ def trained_model(
 
 
 def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module:
-    tiles = run.loop.tiles
-    if run.recipe.objective.fused and tiles is None:
-        fuse_head(model)
-    elif run.recipe.objective.fused and tiles is not None:
+    if not run.recipe.objective.fused:
+        return model
+    tiles, chunks = run.loop.tiles, run.loop.head_chunks
+    if tiles is not None:
         summed = objective_for(run.recipe, spec).sequences == 1
         fuse_head(model, TiledLoss(tiles, triton=not run.settings.use_cpu, summed=summed))
+    else:
+        fuse_head(model, partial(loss_of_chunks, chunks) if chunks else None)
     return model
 
 

@@ -1,8 +1,9 @@
-"""The loss of programs whose heads compute logits in tiles of tokens by entries of the vocabulary.
+"""The losses of programs whose heads compute logits in parts. fsdptool never trains with them.
 
-fsdptool never trains with it: it shows what TRL's loss holds (TRL 1.16.0 ``kernels/chunked_logprob.py`` and
+TRL's takes tiles of tokens by entries of the vocabulary (TRL 1.16.0 ``kernels/chunked_logprob.py`` and
 ``trainer/utils.py:add_fused_lm_head``). Forward keeps statistics of each token; backward computes each tile
 again, turns it into its gradient in place, and adds up the gradients of states and weight in fp32.
+torchtune's takes parts of rows (torchtune 0.6.1 ``modules/transformer.py:chunked_output``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from fsdptool.families.objectives.common import IGNORED
 from fsdptool.records.anatomy import LogitTail
 from fsdptool.records.fused_loss import LossTiles
 
@@ -128,3 +131,33 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         # The kernel reads 16 bits and adds in fp32 (``addmm`` with ``out_dtype``): nothing is allocated.
         # Here a part of the total receives the product, which costs as much.
         torch.mm(a, b, out=total.view(a.dtype)[:, : total.shape[1]])
+
+
+def loss_of_chunks(
+    chunks: int,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    _: int,
+    tail: LogitTail,
+) -> Tensor:
+    """Return the summed loss of logits that are made part by part of each row, and all kept.
+
+    Args:
+        chunks: Parts.
+        hidden: [batch, positions, width].
+        weight: [vocabulary, width].
+        bias: [vocabulary], or None.
+        targets: [batch, positions], ``-100`` where there is none.
+        tail: What is done to the logits; it is not planned.
+    """
+    logits = [functional.linear(part, weight, bias) for part in hidden.chunk(chunks, dim=1)]
+    aims = targets.chunk(chunks, dim=1)
+    losses = [
+        functional.cross_entropy(
+            part.flatten(0, 1).float(), aim.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        for part, aim in zip(logits, aims, strict=True)
+    ]
+    return torch.stack(losses).sum()

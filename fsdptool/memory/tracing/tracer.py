@@ -64,8 +64,8 @@ def trace(
         parts["worst_routing"] = True
     if run.loop.own_loss:
         parts["own_loss"] = True
-    if run.loop.tiles is not None:
-        parts["tiles"] = to_json(run.loop.tiles)
+    if run.loop.tiles is not None or run.loop.head_chunks:
+        parts["head"] = [to_json(run.loop.tiles), run.loop.head_chunks]
     if run.loop.masked:
         parts["masked"] = True
     key = store.key(parts) if store is not None else ""

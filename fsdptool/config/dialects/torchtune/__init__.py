@@ -43,7 +43,9 @@ _LOOP = ProgramLoop(
     gradients="sharded",
     loss="chunked",
     loss_in_forward=False,
-    source="torchtune 0.6.1 recipes/full_finetune_distributed.py (_loss_step, train)",
+    head_chunks=8,
+    source="torchtune 0.6.1 recipes/full_finetune_distributed.py (_loss_step, train), modules/transformer.py"
+    " (chunked_output), modules/loss/ce_chunked_output_loss.py (num_output_chunks)",
     outside_in_root=True,
     not_planned=("whole_loss",),
 )
