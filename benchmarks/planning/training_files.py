@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def planned(path: Path) -> dict[str, Any]:
         said = done.stderr.strip().splitlines()
         errors = (line for line in said if line.startswith(("error: ", "internal error: ")))
         reason = next(errors, said[-1] if said else "").replace(f"{path.parent}/", "")
-        return {**row, "status": done.returncode, "reason": reason}
+        return {**row, "status": done.returncode, "reason": re.sub(r"(?<!\S)[~/]\S*/", "", reason)}
     plan = json.loads(done.stdout)
     chosen = plan["chosen"] or plan["candidates"][0]["id"]
     candidate = next(item for item in plan["candidates"] if item["id"] == chosen)

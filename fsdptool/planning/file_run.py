@@ -319,6 +319,9 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
     name = run.objective
     if name in ("grpo", "ppo"):
         limits.append(PlanLimit(f"{name}: the engine that samples, and its reference model", "more"))
+        limits.append(
+            PlanLimit(f"{name}: generated rows, which are shorter than the longest allowed", "less")
+        )
     elif name == "kto":
         limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
     elif name is not None and name not in _OBJECTIVES:
