@@ -258,14 +258,16 @@ class _Runner:
     session: Any
     loop: TrainingLoop
     order: CollectiveOrder | None
+    ahead: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def step(self) -> Observation:
         """Take one step in the order of ``training/step.py``."""
         counter = self.counter
         count = self.recipe.batch.accumulation
         seen = Observation(counter.level, 0)
-        batches = [dict(fake_batch(self.specs, self.mode)) for _ in range(count)]
-        counter.count(tensor for batch in batches for tensor in batch.values())
+        batches = self.ahead or self._read(count)
+        if self.loop.program == OWN_LOOP.program:
+            self.ahead = self._read(count)  # as the loader's thread does on a GPU
         divisor = torch.ones((), dtype=torch.float64)
         unsharded = self.recipe.sharding.accumulation == "unsharded"
         syncs = gradient_syncs(count, unsharded=unsharded, marked=self.loop.marks_last)
@@ -289,6 +291,11 @@ class _Runner:
             parameter.grad = None
         seen.peak = max(seen.phases.values())
         return seen
+
+    def _read(self, count: int) -> list[dict[str, torch.Tensor]]:
+        batches = [dict(fake_batch(self.specs, self.mode)) for _ in range(count)]
+        self.counter.count(tensor for batch in batches for tensor in batch.values())
+        return batches
 
     @contextmanager
     def _moment(self, seen: Observation, name: str) -> Iterator[None]:

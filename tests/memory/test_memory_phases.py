@@ -9,10 +9,12 @@ from memory_cases import Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
-from fsdptool.memory.tracing.make_trace import sampled_recipe
+from fsdptool.memory.footprint import foresee, prepared
+from fsdptool.memory.tracing.make_trace import make_trace, sampled_recipe
 from fsdptool.modeling.resolve import resolve_run
+from fsdptool.records.cluster import DeviceProfile
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.plan import Footprint, Phase
+from fsdptool.records.plan import OWN_LOOP, Footprint, Phase, TrainingLoop
 from fsdptool.records.recipe import Checkpoints, Data, Ema, Evaluation, Lora, Method, Recipe
 from fsdptool.records.sharding import StateDictType
 from fsdptool.records.trace import KINDS, Trace
@@ -22,10 +24,17 @@ PARAMETERS = 4 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352 + 2 * 128) + 2 * 
 
 
 def foot(
-    case: Case, trace: Trace, recipe: Recipe | None = None, saves: StateDictType = "sharded"
+    case: Case,
+    trace: Trace,
+    recipe: Recipe | None = None,
+    saves: StateDictType = "sharded",
+    *,
+    profile: DeviceProfile = "cuda",
+    loop: TrainingLoop = OWN_LOOP,
 ) -> Footprint:
-    mesh = ParallelDims().resolve(case.ranks)
-    return footprint(trace, case.plan(), mesh, recipe or case.recipe(), saves=saves, reserved=False)
+    mesh, recipe = ParallelDims().resolve(case.ranks), recipe or case.recipe()
+    rank = prepared(case.plan(), mesh, recipe, profile=profile, trace=trace)
+    return foresee(trace, rank, mesh, recipe, saves=saves, reserved=False, loop=loop)
 
 
 def phases(made: Footprint) -> dict[str, Phase]:
@@ -94,13 +103,15 @@ def test_an_asynchronous_save_is_page_locked_memory(trace: Trace) -> None:
 
 
 def test_a_full_checkpoint_gathers_the_largest_tensor(trace: Trace) -> None:
-    case = Case()
-    sharded, full = (phases(foot(case, trace, saves=kind))["save"] for kind in ("sharded", "full"))
+    """Nothing but what is known exactly is alive beside it, in loops that read no inputs ahead."""
+    case, loop = Case(), dataclasses.replace(OWN_LOOP, program="trainer")
+    sharded, full = (phases(foot(case, trace, saves=kind, loop=loop))["save"] for kind in ("sharded", "full"))
     largest = 1000 * 128 * 4
     assert sharded.allocated_bytes is not None and full.allocated_bytes is not None
     assert full.allocated_bytes - sharded.allocated_bytes == largest
     assert full.host_bytes_rank_0 == largest
     assert sharded.basis == "exact" and full.basis == "estimated"
+    assert phases(foot(case, trace))["save"].basis == "estimated"
 
 
 def test_an_average_of_half_precision_parameters_is_cast_at_once() -> None:
@@ -124,8 +135,6 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
     for reshard in (True, False):
         case = Case(settings={"reshard_after_forward": reshard})
         recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1))
-        from fsdptool.memory.tracing.make_trace import make_trace
-
         made = make_trace(case.spec(), resolve_run(recipe, case.yaml()), "cuda")
         assert made.evaluation is not None and not made.evaluation.gradients
         seen[reshard] = phases(foot(case, made, recipe))
@@ -138,10 +147,49 @@ def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
     assert gathered - freed > blocks // 2
 
 
+@pytest.mark.parametrize(
+    ("profile", "loop", "ahead"),
+    [
+        ("cuda", OWN_LOOP, 1),
+        ("cuda", TrainingLoop(), 1),
+        ("cuda", dataclasses.replace(OWN_LOOP, program="trainer"), 0),
+        ("cpu-fake", OWN_LOOP, 0),
+    ],
+)
+def test_a_gpu_holds_the_inputs_of_the_next_step(
+    profile: DeviceProfile, loop: TrainingLoop, ahead: int
+) -> None:
+    """Where the loop is fsdptool's own: in the step, and between steps. Each micro-batch is 1 MiB larger."""
+    case = Case(batch={"accumulation": 3})
+    recipe = dataclasses.replace(
+        case.recipe(),
+        evaluation=Evaluation(every_steps=5, holdout=0.1),
+        checkpoints=Checkpoints(every_steps=5),
+    )
+    made = make_trace(case.spec(), resolve_run(recipe, case.yaml()), "cuda")
+    assert made.evaluation is not None
+    large = dataclasses.replace(
+        made,
+        input_bytes=(*made.input_bytes, 1 << 20),
+        evaluation=dataclasses.replace(made.evaluation, input_bytes=(*made.evaluation.input_bytes, 1 << 20)),
+    )
+    without, planted = (
+        phases(foot(case, given, recipe, profile=profile, loop=loop)) for given in (made, large)
+    )
+    step = 3 << 20
+    more = {
+        name: (phase.allocated_bytes or 0) - (without[name].allocated_bytes or 0)
+        for name, phase in planted.items()
+    }
+    validation = {1: 3 * step, 0: 1 << 20 if profile == "cuda" else step}[ahead]
+    assert more["load"] == more["export"] == 0
+    assert more["first step"] == more["forward"] == more["backward"] == (1 + ahead) * step
+    assert more["save"] == ahead * step
+    assert more["evaluation"] == validation
+
+
 def test_what_validation_held_is_gone_after_it() -> None:
     """Also under an integer reshard, whose copies outlive a forward without a backward."""
-    from fsdptool.memory.tracing.make_trace import make_trace
-
     case = Case(sharding={"reshard_after_forward": 2})
     recipe = dataclasses.replace(case.recipe(), evaluation=Evaluation(every_steps=5, holdout=0.1, samples=1))
     made = make_trace(case.spec(), resolve_run(recipe, case.yaml()), "cuda")

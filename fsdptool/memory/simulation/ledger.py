@@ -63,6 +63,10 @@ class Body:
     gradients: tuple[tuple[str, int], ...]
 
 
+COPIES = 4
+"""The stream on which fsdptool's trainer copies inputs to a GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """One buffer, or several that live and die together.
@@ -71,7 +75,7 @@ class Block:
         kind: Its component.
         total: Bytes as the allocator counts them.
         sizes: Bytes of each allocation before rounding.
-        stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce.
+        stream: 0 compute, 1 all-gather copy-in, 2 reduce-scatter, 3 all-reduce, 4 copies of inputs.
     """
 
     kind: int

@@ -148,6 +148,7 @@ class OffStep:
         recipe: Evaluation, checkpoints, EMA.
         device: Whose memory is counted.
         saves: How checkpoints are written.
+        reads_ahead: Whether the inputs of the next step are copied to the device during a step.
     """
 
     schedule: FsdpSchedule
@@ -155,6 +156,7 @@ class OffStep:
     recipe: Recipe
     device: MemoryDevice
     saves: StateDictType
+    reads_ahead: bool
 
     @property
     def saving(self) -> bool:
@@ -227,10 +229,11 @@ def _forwards(run: OffStep, phase: RunPhase, trace: Trace | None, *, count: int)
     ledger.prefix = f"{phase}: "
     inside = phase is RunPhase.EVALUATION and before.loss_in_forward
     schedule = FsdpSchedule(before.rank, before.replicate, ledger, trace, loss_in_forward=inside)
-    # The loader's batch is all of a step's; on a device one micro-batch of it is alive.
+    # The loader's batch is all of a step's; a device holds one micro-batch of it, or this batch and the next.
     inputs = trace.input_bytes
-    if not run.device.host_apart and phase is RunPhase.EVALUATION:
-        inputs = inputs * run.recipe.batch.accumulation
+    if phase is RunPhase.EVALUATION and (run.reads_ahead or not run.device.host_apart):
+        steps = 2 if run.reads_ahead and run.recipe.evaluation.batches > 1 else 1
+        inputs = inputs * (steps * run.recipe.batch.accumulation)
     block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
     ledger.add(block)
     pieces = program(trace, before.rank.modules, before.grain)

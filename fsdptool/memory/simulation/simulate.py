@@ -17,6 +17,7 @@ from fsdptool.memory.simulation.fsdp_schedule import FsdpSchedule
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import (
     BUFFERS,
+    COPIES,
     EMA,
     INPUTS,
     LOSS,
@@ -155,7 +156,9 @@ def simulate(
         loss_in_forward=loop.loss_in_forward,
         completes=loop == OWN_LOOP and ranks > 1,
     )
-    off_step = OffStep(schedule, states, recipe, device, saves)
+    # A thread of fsdptool's loop copies the next step's inputs to a GPU (``training/data/loader.py``).
+    reads_ahead = device.host_apart and loop.program == OWN_LOOP.program
+    off_step = OffStep(schedule, states, recipe, device, saves, reads_ahead)
     ledger.note("between steps")
     ledger.begin(RunPhase.LOAD)
     kept = {block.kind: block for block in states.device}
@@ -166,16 +169,20 @@ def simulate(
     # Made by the first products of forward and of backward, and kept to the end of the process.
     ledger.add(Block(WORKSPACES, rounded_sum(workspaces, grain), workspaces))
     complete = trace.known and (trace.teacher is None or teacher is not None)
+    inputs = _inputs(trace, recipe, grain, stream=COPIES if reads_ahead else 0)
+    if reads_ahead and complete:
+        # Each step finds its own here, adds those of the next one, and drops its own.
+        ledger.add(inputs)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
-        _step(schedule, teacher, recipe, states, loop, first=True)
+        _step(schedule, teacher, recipe, states, loop, inputs, first=True)
         ledger.whole = None
     else:
         _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
         ledger.add(off_step.staged)
     if complete:
-        _step(schedule, teacher, recipe, states, loop)
+        _step(schedule, teacher, recipe, states, loop, inputs)
         play_off_step(off_step)
     ledger.close()
     return Simulated(ledger, states, off_step, complete)
@@ -187,14 +194,12 @@ def _step(
     recipe: Recipe,
     states: States,
     loop: TrainingLoop,
+    inputs: Block,
     *,
     first: bool = False,
 ) -> None:
     """Play one optimizer step in the order of ``training/step.py``."""
     ledger, trace, grain = schedule.ledger, schedule.trace, schedule.grain
-    accumulation = recipe.batch.accumulation
-    sizes = trace.input_bytes * accumulation
-    inputs = Block(INPUTS, rounded_sum(sizes, grain), sizes)
     ledger.note("batch")
     ledger.begin(RunPhase.FORWARD)
     ledger.add(inputs)
@@ -216,6 +221,12 @@ def _step(
     ledger.begin(None)
     ledger.drop(inputs)
     ledger.note("between steps")
+
+
+def _inputs(trace: Trace, recipe: Recipe, grain: int, *, stream: int) -> Block:
+    """Return the micro-batches of one step."""
+    sizes = trace.input_bytes * recipe.batch.accumulation
+    return Block(INPUTS, rounded_sum(sizes, grain), sizes, stream)
 
 
 def _add(ledger: Ledger, states: States, kind: int) -> None:
