@@ -76,7 +76,7 @@ def _model(to: RunWriter) -> ModelChoice:
         to.lose(
             "the recipe names the denoiser by its family: give its folder for the weights", "model", "family"
         )
-    # Where the other program starts from a checkpoint, random weights are no substitute for a missing one.
+    # Where the other program starts from a checkpoint, random weights must not take its place.
     starts = run.objective == "diffusion" or (run.objective == "pretrain" and run.program in _FROM_CONFIG)
     return ModelChoice(
         reference,
