@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"median {unseen['median_percent']} %, maximum {unseen['worst_percent']} %"
         f" ({unseen['worst_percent_with_onednn']} % with the scratch memory of oneDNN's convolutions)",
         "memory_unseen",
+    )
+    others = [abs(row["difference"]) for row in _read("memory_other_programs")["rows"].values()]
+    yield (
+        "error of the peak planned from the files of other programs (Trainer, TRL's SFT and DPO, torchtune), one and"
+        f" two processes, {len(others)} settings",
+        f"median {statistics.median(others):.2%}, maximum {max(others):.2%}".replace("%", " %"),
+        "memory_other_programs",
     )
     oracle = _read("memory_oracle")["rows"].values()
     differences = [abs(row["error_percent"]) for row in oracle if row.get("error_percent") is not None]

@@ -308,7 +308,7 @@ def described(plan: Plan) -> list[str]:
     ]
     lines = [f"run described for {run.program}{version}: {', '.join(part for part in parts if part)}"]
     if run.fsdp == "none":
-        lines.append("it does not use FSDP: every rank holds a copy, planned as one shard")
+        lines.append("it does not use FSDP: every rank holds a copy of the model")
     elif run.fsdp == 1:
         lines.append("it uses FSDP1, which is planned as FSDP2 with the same units")
     lines += [f"{run.program} refuses it, or it cannot be read whole: {problem}" for problem in run.problems]
