@@ -55,6 +55,8 @@ _OVER_TOKENS = ("sft", "pretrain", "dpo", "orpo", "simpo", "kto", "grpo", "ppo")
 """Objectives whose loss is computed from logits of every token."""
 _OWN_MODELS = ("torchtitan", "torchtune", "automodel", "verl")
 """Programs that take the layers of a model without being told, by classes that are partly their own."""
+_LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
+"""Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
     **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "fusedadam"), ("adamw", "fused")),
@@ -191,6 +193,8 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cp
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
     if run.fsdp == "none" and ranks > 1 and run.method in (None, "full"):
         limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
+    if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in _LAUNCHED:
+        limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
     if run.micro_batch is None:
