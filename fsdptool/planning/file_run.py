@@ -7,7 +7,7 @@ planned has a lower bound, one that needs less an upper bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
@@ -86,11 +86,6 @@ _SMALLER = (
 """Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
 
 
-OPEN_FACTS = {
-    "micro_batch": "the micro-batch, which is left open",
-    "optimizer": "the optimizer, which is left open",
-}
-"""Options that decide a fact which a file leaves open, and how the limit begins that stands for it."""
 _NOT_KNOWN = ("which is not resolved", "is not known")
 """How problems of a described run end that may hide its model."""
 
@@ -151,7 +146,15 @@ def is_recipe(run: DescribedRun) -> bool:
     return run.objective in known and run.method in (None, "full", "lora", *_BASES)
 
 
-def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cpu: bool = False) -> FileRun:
+def file_run(
+    run: DescribedRun,
+    model: str | None,
+    where: str,
+    ranks: int,
+    *,
+    cpu: bool = False,
+    decided: Collection[str] = (),
+) -> FileRun:
     """Return a described run as inputs of a plan.
 
     Args:
@@ -160,6 +163,7 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cp
         where: The file, for messages.
         ranks: Ranks that the plan is for.
         cpu: Whether they are CPU processes.
+        decided: Names of the options that override the file.
 
     Raises:
         PlanError: The model is not known.
@@ -176,7 +180,7 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cp
         objective=Objective(_objective(run, limits)),
         data=_data(run),
         batch=_batch(run),
-        optimizer=_optimizer(run, limits, cpu),
+        optimizer=_optimizer(run, limits, cpu, decided),
         sharding=_sharding(run),
         ema=Ema(0.999) if run.ema else Ema(),
         steps=run.steps,
@@ -197,8 +201,8 @@ def file_run(run: DescribedRun, model: str | None, where: str, ranks: int, *, cp
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
-    if run.micro_batch is None:
-        limits.append(PlanLimit(f"{OPEN_FACTS['micro_batch']}: 1 is planned", "more"))
+    if run.micro_batch is None and "micro_batch" not in decided:
+        limits.append(PlanLimit("the micro-batch, which is left open: 1 is planned", "more"))
     settings = _suited(_settings(run), run, ranks)
     return FileRun(recipe, settings, cast("Options", options), tuple(limits))
 
@@ -351,9 +355,10 @@ def _batch(run: DescribedRun) -> Batch:
     return replace(batch, global_batch=run.global_batch)
 
 
-def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool) -> Optimizer:
+def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool, decided: Collection[str]) -> Optimizer:
     if run.optimizer is None:
-        limits.append(PlanLimit(f"{OPEN_FACTS['optimizer']}: AdamW is planned", None))
+        if "optimizer" not in decided:
+            limits.append(PlanLimit("the optimizer, which is left open: AdamW is planned", None))
         return Optimizer()
     name = run.optimizer.rpartition(".")[2].lower()
     if "paged" in name:

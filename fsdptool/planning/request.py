@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
-from fsdptool.planning.file_run import OPEN_FACTS, file_run, ranks_of, read_file_run
+from fsdptool.planning.file_run import file_run, ranks_of, read_file_run
 from fsdptool.planning.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
@@ -158,12 +158,11 @@ def _from_file(
                 help=f"leave --{name} out, or give the model instead of the file",
             )
     cpu = (options.get("profile") or "cuda") != "cuda"
-    made = file_run(run, options.get("model"), reference, _ranks(options, run, reference), cpu=cpu)
+    ranks = _ranks(options, run, reference)
+    made = file_run(run, options.get("model"), reference, ranks, cpu=cpu, decided=options.keys())
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
-    answered = tuple(words for name, words in OPEN_FACTS.items() if name in own)
-    limits = tuple(limit for limit in made.limits if not limit.what.startswith(answered))
-    return run, cast("Options", merged), limits
+    return run, cast("Options", merged), made.limits
 
 
 def _ranks(options: Options, run: DescribedRun, where: str) -> int:

@@ -171,7 +171,7 @@ def test_the_base_needs_no_torch(distributions: tuple[Path, Path], tmp_path: Pat
         call(command, *arguments, cwd=tmp_path)
     libraries = {path.name: path for path in site(command.with_name("python")).iterdir()}
     assert not libraries.keys() & {"torch", "transformers", "numpy"}
-    tools = ("pip", "hatchling", "editables", "pathspec", "pluggy", "trove")
+    tools = ("pip", "hatchling", "editables", "pathspec", "pluggy", "tomlkit", "trove")
     brought = [path for name, path in libraries.items() if not name.startswith(tools)]
     assert sum(map(size_of, brought)) < 25e6
     for text, extra in (

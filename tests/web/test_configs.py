@@ -201,7 +201,7 @@ def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> Non
         "worker._Worker.serve = read\nworker._Worker.read = lambda *_: None\n"
         "worker.main(lambda: None, sys.argv[1:2])\n"
     )
-    for roots, word in ((root, "settings could be read"), (tmp_path, "FsdpSettings")):
+    for roots, word in ((root, "does not configure FSDP"), (tmp_path, "FsdpSettings")):
         answer = subprocess.run(
             [sys.executable, "-c", code, str(roots), str(root / "run.sh")],
             input="", capture_output=True, text=True, cwd=root, check=False,
