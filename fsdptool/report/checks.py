@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from fsdptool.formatting import amount, printable
+from fsdptool.records.advice import SuggestionKind
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
 from fsdptool.report.code_scanning import workflow_command
 
@@ -51,7 +52,14 @@ def reasons(item: CheckedFile) -> list[str]:
 
 def change(item: CheckedFile) -> str:
     """Return the smallest change that makes a run fit; empty where it fits."""
-    return item.smallest_change.change if item.smallest_change is not None else ""
+    smallest = item.smallest_change
+    if smallest is None:
+        return ""
+    if smallest.kind is not SuggestionKind.COMBINED:
+        return smallest.change
+    # Its phrase refers to a list that is not shown here.
+    changed = {**smallest.settings, **smallest.environment, **smallest.hardware}
+    return ", ".join(f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in changed.items())
 
 
 def message(item: CheckedFile) -> str:

@@ -12,6 +12,9 @@ import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
+from fsdptool.records.advice import Suggestion, SuggestionKind
+from fsdptool.records.config_documents import CheckedFile
+from fsdptool.report.checks import change
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -204,3 +207,12 @@ def test_wrong_settings_are_one_line(
     (project / "pyproject.toml").write_text(f"[tool.fsdptool.hardware]\n{table}\n")
     assert run(["check"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_change_of_several_settings_names_them() -> None:
+    together = Suggestion(
+        "all of the changes above", {"micro_batch": 1, "checkpointing": "full"}, 1, True, "",
+        SuggestionKind.COMBINED,
+    )  # fmt: skip
+    item = CheckedFile("a.yaml", None, None, "trl", "does_not_fit", smallest_change=together)
+    assert change(item) == "micro batch 1, checkpointing full"
