@@ -58,8 +58,9 @@ def change(item: CheckedFile) -> str:
     if smallest.kind is not SuggestionKind.COMBINED:
         return smallest.change
     # Its phrase refers to a list that is not shown here.
-    changed = {**smallest.settings, **smallest.environment, **smallest.hardware}
-    return ", ".join(f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in changed.items())
+    changed = {**smallest.settings, **smallest.hardware}
+    words = [f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in changed.items()]
+    return ", ".join([*words, *(f"{name}={value}" for name, value in smallest.environment.items())])
 
 
 def message(item: CheckedFile) -> str:

@@ -212,7 +212,7 @@ def test_wrong_settings_are_one_line(
 def test_a_change_of_several_settings_names_them() -> None:
     together = Suggestion(
         "all of the changes above", {"micro_batch": 1, "checkpointing": "full"}, 1, True, "",
-        SuggestionKind.COMBINED,
+        SuggestionKind.COMBINED, environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     )  # fmt: skip
     item = CheckedFile("a.yaml", None, None, "trl", "does_not_fit", smallest_change=together)
-    assert change(item) == "micro batch 1, checkpointing full"
+    assert change(item) == "micro batch 1, checkpointing full, PYTORCH_ALLOC_CONF=expandable_segments:True"
