@@ -128,12 +128,14 @@ class _Unit:
         for item in trained:
             if zeros and not _has_gradient(item):
                 parameter = item._unsharded_param
+                # torch 2.13 has no dtype of gradients; 2.15 accepts zeros of this one only.
+                dtype = item.reduce_dtype if wide else None if apart else parameter.grad_dtype
+                # Weights in float8 have no ``zeros_like`` (torchao 0.18).
+                made = torch.zeros(parameter.shape, dtype=dtype or parameter.dtype, device=parameter.device)
                 if wide:
-                    item.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=item.reduce_dtype)
+                    item.unsharded_accumulated_grad = made
                 else:
-                    # torch 2.13 has no dtype of gradients; 2.15 accepts zeros of this one only.
-                    dtype = None if apart else parameter.grad_dtype
-                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+                    parameter.grad = made
         return {id(item.sharded_param) for item in used}
 
     def stand_in(self, kind: int) -> set[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -180,6 +182,56 @@ def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule
     cast_inputs(model, to_dtype(plan.input_dtype), plan.exact_inputs)
     _set_prefetch(plan, model, units)
     return units
+
+
+def gather_in_float8(model: nn.Module, plan: UnitPlan, session: Session) -> None:
+    """Let FSDP gather weights in float8 where the plan says so; elsewhere it gathers the compute dtype.
+
+    torchao casts before a gather, and makes the tensor that layers find after it (torchao 0.18,
+    ``float8/fsdp_utils.py:WeightWithDynamicFloat8CastTensor``). There, that class holds the rows of a
+    parameter. Here, rows stay plain tensors for optimizers, averages and checkpoints, and have its two
+    functions as attributes: FSDP asks for no more (torch 2.13, ``FSDPParam._init_extensions``).
+
+    The scales of all weights are computed together, with one message, before each forward of the model: they
+    fit the weights whether a step, a checkpoint or an evaluation of averages changed them.
+
+    Args:
+        model: Sharded and materialised, its layers converted.
+        plan: Which weights.
+        session: Gives the mesh.
+    """
+    if not plan.float8:
+        return
+    from torchao.float8.float8_utils import amax_to_scale
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    mesh = session.shard_mesh
+    ranks = mesh.size(mesh.ndim - 1)
+    casts: list[Any] = []
+    for unit in plan.units:
+        for parameter in unit.parameters:
+            if plan.gathers_in_float8(unit, parameter, ranks):
+                layer: Any = _module(model, parameter.fqn.removesuffix(".weight"))
+                rows: Any = local(layer.weight)
+                dtype = layer.config.cast_config_weight.target_dtype
+                # Detached: rows that hold what holds them would outlive the model.
+                cast = WeightWithDynamicFloat8CastTensor(rows.detach(), layer.linear_mm_config, dtype)
+                rows.fsdp_pre_all_gather = cast.fsdp_pre_all_gather
+                rows.fsdp_post_all_gather = cast.fsdp_post_all_gather
+                casts.append(cast)
+    if not casts:
+        return
+    group = mesh.get_group(mesh.ndim - 1)
+
+    @torch.no_grad()
+    def scale(module: nn.Module, arguments: object) -> None:
+        largest = torch.stack(torch._foreach_norm([cast._tensor for cast in casts], ord=math.inf))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        for cast, value in zip(casts, amax_to_scale(largest, casts[0]._dtype).unbind(), strict=True):
+            cast._precomputed_scale = value
+
+    # Before FSDP's own hook, which gathers.
+    model.register_forward_pre_hook(scale, prepend=True)
 
 
 def _placement(plan: UnitPlan, unit: Unit, ranks: int) -> Callable[[nn.Parameter], Shard | None] | None:

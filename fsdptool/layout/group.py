@@ -20,6 +20,9 @@ _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers
 (``accelerate/utils/dataclasses.py:set_mixed_precision``); so do we."""
 
+FLOAT8_MULTIPLE = 16
+"""Rows and columns ``torch._scaled_mm`` takes (torch 2.13)."""
+
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 
@@ -53,6 +56,7 @@ def resolve_sharding(
         output_dtype=sharding.output_dtype,
         cpu_offload=settings.cpu_offload,
         prefetch=sharding.units_ahead,
+        float8=settings.mixed_precision == "fp8",
     )
 
 
@@ -102,6 +106,35 @@ def group(
         ignored=tuple(parameter for parameter in anatomy.parameters if parameter.fqn in ignored),
         cpu_offload=sharding.cpu_offload,
         prefetch=1 if sharding.layout == "accelerate" else sharding.prefetch,
+        float8=_float8_weights(anatomy) if sharding.float8 else (),
+    )
+
+
+def _float8_weights(anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the trained weights of the linear layers inside lists of blocks that float8 products take.
+
+    accelerate 1.15 converts the linear layers outside the blocks, too, and neither the first nor the last of
+    the model (``accelerate/utils/ao.py``).
+    """
+    lists = tuple(
+        f"{module.path}." for module in anatomy.modules if "ModuleList" in (module.class_name, *module.bases)
+    )
+    # A layer of torch itself: no class of a model that has its name, and none that is made from it.
+    layers = {
+        module.path
+        for module in anatomy.modules
+        if module.class_name == "Linear" and not module.arguments and "Linear" not in module.bases
+    }
+    return tuple(
+        parameter.fqn
+        for parameter in anatomy.parameters
+        if parameter.fqn.startswith(lists)
+        and parameter.fqn.removesuffix(".weight") in layers
+        and ".lora_" not in parameter.fqn
+        and ".original_module" not in parameter.fqn
+        and parameter.trainable
+        and not parameter.aliases
+        and not any(size % FLOAT8_MULTIPLE for size in parameter.shape)
     )
 
 

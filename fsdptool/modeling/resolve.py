@@ -14,6 +14,10 @@ from fsdptool.records.recipe import Batch, Recipe
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings
 
+_FLOAT8_GATHERS = (OWN_LOOP.program, "accelerate", "trainer", "trl", "diffusers")
+"""Programs that gather weights of float8 layers in float8 by default: accelerate 1.15 (``AORecipeKwargs``)
+does, and those that leave it to accelerate. axolotl 0.19 and LLaMA-Factory 0.9 switch it off."""
+
 
 def resolve_run(
     recipe: Recipe, settings: FsdpSettings, *, ranks: int | None = None, loop: TrainingLoop = OWN_LOOP
@@ -33,6 +37,8 @@ def resolve_run(
             or a number of ranks to reshard to does not divide those that share a copy.
     """
     sharding = resolve_sharding(settings, recipe.sharding)
+    if loop.program not in _FLOAT8_GATHERS:
+        sharding = replace(sharding, float8=False)
     recipe = with_stored_dtypes(recipe, sharding.compute_dtype)
     mesh = settings.mesh
     run = ResolvedRun(recipe, settings, sharding, mesh, loop)

@@ -286,7 +286,7 @@ class Estimator:
         """Return the FSDP unit that takes the most bytes when it is gathered."""
 
         def size(weights: ShardedParameter) -> int:
-            return weights.whole * weights.computed
+            return weights.whole * weights.gathered
 
         share = max(self.rank_of(point, cluster).shares, key=lambda share: sum(map(size, share.weights)))
         largest = max(share.weights, key=size)
@@ -294,7 +294,7 @@ class Estimator:
             id=share.unit.id,
             class_name=share.unit.class_name,
             bytes=sum(map(size, share.weights)),
-            padding_bytes=sum((w.whole - w.parameter.numel) * w.computed for w in share.weights),
+            padding_bytes=sum((w.whole - w.parameter.numel) * w.gathered for w in share.weights),
             parameter=largest.parameter.fqn,
             parameter_bytes=size(largest),
         )

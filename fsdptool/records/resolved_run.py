@@ -26,6 +26,7 @@ class ResolvedSharding:
         reduce_dtype, output_dtype: What the recipe asks for; the unit plan says what it comes to.
         cpu_offload: Whether shards, gradients and optimizer states live in host memory.
         prefetch: FSDP units to prefetch.
+        float8: Whether FSDP gathers the weights of layers that multiply in float8 in float8, too.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class ResolvedSharding:
     output_dtype: str | None
     cpu_offload: bool
     prefetch: int
+    float8: bool = False
 
     @property
     def recomputes(self) -> bool:

@@ -154,6 +154,7 @@ class UnitPlan:
         tensor: How a tensor-parallel or an expert-parallel group divides the model, whose units then list
             local shapes; or None.
         placements: Where each parameter lies on that group; empty without one.
+        float8: Names of the weights whose layers multiply in float8 (:meth:`gathers_in_float8`).
     """
 
     layout: Literal["native", "accelerate"]
@@ -170,6 +171,23 @@ class UnitPlan:
     tensor: TensorPlan | None = None
     experts: TensorPlan | None = None
     placements: tuple[Placement, ...] = ()
+    float8: tuple[str, ...] = ()
+
+    def gathers_in_float8(self, unit: Unit, parameter: Parameter, ranks: int) -> bool:
+        """Return whether a parameter of ``unit`` is gathered in float8 from the ``ranks`` that shard it.
+
+        Each rank casts its own rows, without the padding that torch expects of uneven ones, so the ranks must
+        divide the rows. torch 2.13 does not gather a cast again that it resharded to fewer ranks, and rows
+        that are offloaded lose theirs where they are copied to the device
+        (``_fsdp_param.py:all_gather_inputs``). One rank gathers nothing.
+        """
+        return (
+            parameter.fqn in self.float8
+            and ranks > 1
+            and parameter.shape[0] % ranks == 0
+            and type(unit.reshard_after_forward) is not int
+            and not self.cpu_offload
+        )
 
     def shard_dimension(self, unit: Unit, shape: Sequence[int], ranks: int) -> int:
         """Return the dimension along which a parameter of ``unit`` is sharded over ``ranks`` ranks.

@@ -22,7 +22,7 @@ from fsdptool.distributed.materialize import Origins, materialize, published_par
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.session import close_session, open_session
-from fsdptool.distributed.shard import reshard_all, shard, store_masters
+from fsdptool.distributed.shard import gather_in_float8, reshard_all, shard, store_masters
 from fsdptool.distributed.weights import open_adapter, open_weights, random_start_notes
 from fsdptool.families.registry import family_of
 from fsdptool.modeling import build_model, choose_kernels_of_cuda
@@ -227,7 +227,7 @@ def build_sharded(
         if added is not None:
             adapters, derived = note_initialisation(added.reset, added.parameters), added.derived
             continued = open_adapter(spec, choice, model)
-        convert_layers(model, recipe, settings, session.device)
+        convert_layers(model, recipe, settings, plan, session.device)
         model.train()
     phase(WorkerPhase.SHARDING)
     # Tensor and expert parallelism before anything that looks at parameters or wraps modules: what follows
@@ -266,6 +266,8 @@ def build_sharded(
     for files in (weights, continued):
         if files is not None:
             files.close()
+    # Tells FSDP how to gather the rows that are there now.
+    gather_in_float8(model, plan, session)
     return model, random_start_notes(spec, choice, missing, pretrained=weights is not None)
 
 

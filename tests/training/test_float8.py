@@ -1,26 +1,39 @@
-"""float8 training: where it is refused, and torchao's emulation sharded over ranks against a plain loop."""
+"""float8 training: where it is refused, and torchao's emulation sharded over ranks against a plain loop.
+
+Ranks gather float8 weights, and what they gather is compared with the plan.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
-from cases import CASES, LLAMA, Case, prepare_case
+from cases import CASES, LLAMA, MOE, TIED, Case, anatomy_of, inputs_for, prepare_case
 from pool import Pool
 from torch import nn
 
 from fsdptool.errors import ConfigError
+from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.groups import cut
 from fsdptool.modeling.methods import float8
+from fsdptool.modeling.resolve import resolve_run
+from fsdptool.modeling.units import plan_units
+from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.plan import TrainingLoop
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.source import resolve
 
 FP8 = FsdpSettings(mixed_precision="fp8")
 CPU = torch.device("cpu")
+NONE = UnitPlan("native", (), None, None, None)
 WIDE = Case(
     "causal",
     {**LLAMA, "hidden_size": 64, "intermediate_size": 128},
@@ -45,37 +58,146 @@ def recipe_of(method: Method | None = None) -> Recipe:
 
 def test_float8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"needs float8 hardware, which this device \(cpu\) does not have"):
-        float8.convert_layers(Blocks(), recipe_of(), FP8, CPU)
+        float8.convert_layers(Blocks(), recipe_of(), FP8, NONE, CPU)
     with pytest.raises(ConfigError, match="fp8 trains whole weights, but LoRA keeps them frozen"):
-        float8.convert_layers(Blocks(), recipe_of(Method("lora", lora=Lora())), FP8, CPU)
+        float8.convert_layers(Blocks(), recipe_of(Method("lora", lora=Lora())), FP8, NONE, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(ConfigError, match=r"NVIDIA A100 has 8\.0"):
-        float8.convert_layers(Blocks(), recipe_of(), FP8, torch.device("cuda", 0))
+        float8.convert_layers(Blocks(), recipe_of(), FP8, NONE, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed") as missing:
-        float8.convert_layers(Blocks(), recipe_of(), FP8, torch.device("cuda", 0))
+        float8.convert_layers(Blocks(), recipe_of(), FP8, NONE, torch.device("cuda", 0))
     assert "pip install torchao" in (missing.value.help or "")
 
 
 def test_other_precisions_convert_nothing() -> None:
     model = Blocks()
-    assert float8.convert_layers(model, recipe_of(), FsdpSettings(mixed_precision="bf16"), CPU) == 0
+    assert float8.convert_layers(model, recipe_of(), FsdpSettings(mixed_precision="bf16"), NONE, CPU) == 0
     assert all(type(module).__name__ != "Float8Linear" for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("config", "wrap", "layers"),
+    [
+        (WIDE.config, "LlamaDecoderLayer", 7),
+        # Rows of 24 or 40 elements.
+        (LLAMA, "LlamaDecoderLayer", 0),
+        (TIED | {"hidden_size": 64, "intermediate_size": 128}, "LlamaDecoderLayer", 7),
+        # Attention; experts are stacked, and the router is a layer of the model's own.
+        (MOE, "Qwen3MoeDecoderLayer", 4),
+    ],
+)
+def test_a_plan_lists_the_weights_of_linear_layers_in_blocks(
+    tmp_path: Path, config: dict[str, Any], wrap: str, layers: int
+) -> None:
+    recipe, _ = prepare_case(Case("causal", config, (wrap,), "causal_lm", ()), tmp_path, "full")
+    anatomy = anatomy_of(resolve(recipe.model.reference), (wrap,))
+    run = resolve_run(recipe, dataclasses.replace(FP8, wrap_classes=(wrap,), use_cpu=True), ranks=2)
+    names = plan_units(anatomy, run).float8
+    assert len(names) == len(set(names)) == 2 * layers
+    assert all(name.startswith("model.layers.") and name.endswith("_proj.weight") for name in names)
+    others = (
+        resolve_run(recipe, FsdpSettings(wrap_classes=(wrap,)), ranks=2),
+        # axolotl gathers in 16 bits unless a key of its own says otherwise.
+        resolve_run(recipe, run.settings, ranks=2, loop=TrainingLoop(program="axolotl")),
+    )
+    for other in others:
+        assert plan_units(anatomy, other).float8 == ()
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Let a rank of the pool train the wide case with emulated float8 layers."""
+    before = CASES["causal"]
+    CASES["causal"], os.environ[float8.EMULATE] = WIDE, "1"
+    try:
+        yield
+    finally:
+        CASES["causal"] = before
+        del os.environ[float8.EMULATE]
 
 
 def train_emulated(folder: Path, recipe: Recipe, steps: int) -> dict[str, Any]:
     """Train the wide case on the pool's ranks with emulated float8 layers."""
     import ranks
 
-    before = CASES["causal"]
-    CASES["causal"], os.environ[float8.EMULATE] = WIDE, "1"
-    try:
+    with emulated():
         return ranks.train("causal", folder, recipe, None, steps, 4, {"mixed_precision": "fp8"})
-    finally:
-        CASES["causal"] = before
-        del os.environ[float8.EMULATE]
+
+
+def gather_emulated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any]:
+    """Take a step, scale the weights as loading a checkpoint would change them, and take another.
+
+    Returns:
+        By unit what was gathered, what stayed and what the plan says of both; by weight its scale and the one
+        that its largest entry gives.
+    """
+    import ranks
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    from fsdptool.distributed.collective_order import _GATHER, _REDUCE
+    from fsdptool.distributed.session import open_session
+    from fsdptool.distributed.shard import local
+    from fsdptool.training.trainer import assemble
+
+    exchanged: list[int] = []
+    original: Any = DefaultAllGather.__call__
+
+    def count(self: Any, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        exchanged.append(output_tensor.nbytes)
+        return original(self, output_tensor, *args, **kwargs)
+
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        inputs = inputs_for(WIDE, folder, recipe, mesh=mesh, mixed_precision="fp8")
+        session = open_session(inputs.settings, 1)
+        assembled = assemble(inputs, session)
+        patch.setattr(DefaultAllGather, "__call__", count)
+        assembled.stepper.run(
+            ranks.share(session, 0, "causal", session.data_ranks, torch.float32), rate=assembled.rate
+        )
+        gathered = sorted(set(exchanged))
+        named = dict(assembled.model.named_parameters())
+        with torch.no_grad():
+            for parameter in named.values():
+                local(parameter).mul_(64.0)
+        whole = {name: ranks.whole(parameter) for name, parameter in named.items()}
+        assembled.stepper.run(
+            ranks.share(session, 1, "causal", session.data_ranks, torch.float32), rate=assembled.rate
+        )
+    units = assembled.stepper.order._units
+    rows = {name: local(parameter) for name, parameter in named.items()}
+    narrow = [name for name in named if hasattr(rows[name], "fsdp_pre_all_gather")]
+    scales: dict[str, Any] = {name: rows[name].fsdp_pre_all_gather.__self__ for name in narrow}  # type: ignore[attr-defined]
+    kept = [
+        [
+            sum(t.numel() * t.element_size() for t in item.all_gather_outputs)
+            for item in unit.group.fsdp_params
+        ]
+        for unit in units
+    ]
+    # A rank that leaves a unit out joins its gather and adds zeros to its gradients.
+    zeros = []
+    for unit in units[1:2]:
+        unit.stand_in(_GATHER)
+        unit.stand_in(_REDUCE)
+        unit.rest()
+        zeros += [float(local(item.sharded_param.grad).abs().max()) for item in unit.trained]
+    shares = cut(inputs.units, mesh.dp_shard or session.world_size, DEVICES["cpu-gloo"]).shares
+    return {
+        "exchanged": gathered,
+        "exchanged, planned": sorted(
+            {s.buffers.gather.total for s in shares if s.buffers.gather and s.weights}
+        ),
+        "kept": sorted(kept),
+        "kept, planned": sorted(list(s.buffers.whole.sizes) for s in shares if s.weights),
+        "narrow": len(narrow),
+        "scales": {name: float(cast._precomputed_scale) for name, cast in scales.items()},
+        "scales, expected": {name: 448.0 / float(whole[name].abs().max()) for name in narrow},
+        "plain": all(type(part) is torch.Tensor for part in rows.values()),
+        "zeros": zeros,
+    }
 
 
 @pytest.mark.distributed
@@ -110,3 +232,30 @@ def test_emulated_float8_layers_shard_and_train(
         name for name, value in found["before"].items() if not torch.equal(value, found["after"][name])
     ]
     assert any(name.endswith("q_proj.weight") for name in trained)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world", "mesh", "reshard", "narrow"),
+    [
+        (2, ParallelDims(), None, True),
+        (4, ParallelDims(dp_replicate=2, dp_shard=2), None, True),
+        # torch reshards no float8 weights to fewer ranks, and three ranks do not divide the rows.
+        (4, ParallelDims(), 2, False),
+        (3, ParallelDims(), None, False),
+    ],
+)
+def test_weights_are_gathered_in_float8_with_scales_that_fit_them(
+    pool: Pool, tmp_path: Path, world: int, mesh: ParallelDims, reshard: int | None, narrow: bool
+) -> None:
+    pytest.importorskip("torchao", reason="emulation is torchao's")
+    recipe, folder = prepare_case(WIDE, tmp_path, "full")
+    recipe = dataclasses.replace(recipe, sharding=Sharding(reshard_after_forward=reshard))
+    for found in pool.run(gather_emulated, world, folder, recipe, mesh, timeout=300.0):
+        assert found["narrow"] == (14 if narrow else 0)
+        assert found["plain"], "optimizers and checkpoints see torch's own tensors"
+        assert found["kept"] == found["kept, planned"]
+        if reshard is None:
+            assert found["exchanged"] == found["exchanged, planned"]
+        assert found["scales"] == pytest.approx(found["scales, expected"], rel=1e-6)
+        assert found["zeros"] == [0.0] * len(found["zeros"])

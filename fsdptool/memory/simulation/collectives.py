@@ -83,7 +83,8 @@ class ShardedParameter:
         shard: Elements of rank 0's (padded) shard.
         whole: Elements after gathering, padding included.
         stored: Bytes per element of the shard.
-        computed: Bytes per element while computing, and ``dtype`` the dtype it has then.
+        computed: Bytes per element of its gradient, and ``dtype`` the dtype it computes in.
+        gathered: Bytes per element of what is gathered: ``computed``, or 1 in float8.
         casts: Whether gathering casts the shard first.
     """
 
@@ -94,12 +95,18 @@ class ShardedParameter:
     stored: int
     computed: int
     dtype: str
+    gathered: int
     casts: bool
 
     @property
     def ranks(self) -> int:
         """Over how many ranks it is sharded."""
         return self.whole // self.shard if self.shard else 1
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it is gathered in float8."""
+        return self.gathered < self.computed
 
     @property
     def trainable(self) -> bool:
@@ -113,8 +120,19 @@ def weigh(parameter: Parameter, unit: Unit, plan: UnitPlan, ranks: int) -> Shard
     computed = plan.param_dtype if plan.param_dtype and stored in _FLOATING else stored
     dimension = plan.shard_dimension(unit, parameter.shape, ranks)
     shard = prod(shard_shape(parameter.shape, ranks, dimension))
-    widths = WIDTH.get(stored, 4), WIDTH.get(computed, 4)
-    return ShardedParameter(parameter, dimension, shard, shard * ranks, *widths, computed, stored != computed)
+    width = WIDTH.get(computed, 4)
+    gathered = 1 if plan.gathers_in_float8(unit, parameter, ranks) else width
+    return ShardedParameter(
+        parameter,
+        dimension,
+        shard,
+        shard * ranks,
+        WIDTH.get(stored, 4),
+        width,
+        computed,
+        gathered,
+        casts=stored != computed or gathered < width,
+    )
 
 
 def stored_dtype(parameter: Parameter, plan: UnitPlan) -> str:
@@ -168,7 +186,8 @@ class UnshardBuffers:
     """What one unit allocates when it is gathered; equal for units of one signature.
 
     Attributes:
-        cast: Flat copy of the shards in the compute dtype, while gathering.
+        scaling: What casting shards to float8 holds at its worst moment, before ``cast`` is complete.
+        cast: Copies of the shards in the dtype that is gathered, while gathering.
         gather: The all-gather's output.
         whole: The unsharded parameters.
         unordered: The parts of parameters that are not sharded along dimension 0, as ranks sent them: they
@@ -178,6 +197,7 @@ class UnshardBuffers:
         offloaded: Device copies of host shards while gathering.
     """
 
+    scaling: Block | None
     cast: Block | None
     gather: Block | None
     whole: Block
@@ -216,22 +236,25 @@ def unshard_buffers(
         reshard: ``reshard_after_forward``.
         grain: Bytes the allocator rounds to.
     """
-    whole_sizes = tuple(w.whole * w.computed for w in weights)
+    whole_sizes = tuple(w.whole * w.gathered for w in weights)
     whole = Block(UNSHARDED, rounded_sum(whole_sizes, grain), whole_sizes, COMPUTE)
     if ranks == 1:
-        return UnshardBuffers(None, None, whole, None, None, None, None)
-    sizes = tuple(w.whole * w.computed for w in weights if w.dimension)
+        return UnshardBuffers(None, None, None, whole, None, None, None, None)
+    sizes = tuple(w.whole * w.gathered for w in weights if w.dimension)
     unordered = Block(GATHER, rounded_sum(sizes, grain), sizes, COMPUTE) if sizes else None
-    casts = [w for w in weights if w.casts]
+    casts = [w for w in weights if w.casts and not w.narrow]
     cast_bytes = sum(w.shard * w.computed for w in casts)
+    narrow = [w.shard for w in weights if w.narrow]
     gather_bytes = sum(whole_sizes)
     gather = Block(GATHER, rounded(gather_bytes, grain), (gather_bytes,), COPY_IN)
     cast = offloaded = None
     if plan.cpu_offload:
         sizes = tuple(w.shard * w.computed for w in weights)
         offloaded = Block(GATHER, rounded_sum(sizes, grain), sizes, COPY_IN)
-    elif casts:
-        cast = Block(GATHER, rounded(cast_bytes, grain), (cast_bytes,), COPY_IN)
+    elif casts or narrow:
+        # A cast to float8 for each weight, and one flat copy of all others.
+        sizes = (*narrow, *([cast_bytes] if casts else []))
+        cast = Block(GATHER, rounded_sum(sizes, grain), sizes, COPY_IN)
     smaller = smaller_cast = None
     if not isinstance(reshard, bool):
         kept = tuple(size // reshard for size in whole_sizes)
@@ -239,7 +262,19 @@ def unshard_buffers(
         if casts:
             again = sum(w.whole * w.computed for w in casts) // reshard
             smaller_cast = Block(GATHER, rounded(again, grain), (again,), COPY_IN)
-    return UnshardBuffers(cast, gather, whole, unordered, smaller, smaller_cast, offloaded)
+    scaling = _float8_casts(narrow, grain) if narrow else None
+    return UnshardBuffers(scaling, cast, gather, whole, unordered, smaller, smaller_cast, offloaded)
+
+
+def _float8_casts(shards: Sequence[int], grain: int) -> Block:
+    """Return what casting ``shards`` elements one after the other holds at its worst moment.
+
+    Each is multiplied by its scale and clamped, out of place and in fp32, and then cast, while the casts
+    before it wait (torchao 0.18, ``float8/float8_training_tensor.py:_ToFloat8ConstrFunc``).
+    """
+    moments = [(*shards[:place], 4 * size, 4 * size, size) for place, size in enumerate(shards)]
+    worst = max(moments, key=sum)
+    return Block(GATHER, rounded_sum(worst, grain), worst, COPY_IN)
 
 
 def reduction(

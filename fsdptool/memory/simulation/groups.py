@@ -118,9 +118,11 @@ def cut(plan: UnitPlan, degree: int, device: MemoryDevice) -> Rank:
     """
     known: dict[object, tuple[tuple[ShardedParameter, ...], UnshardBuffers, Reduction]] = {}
     shares = []
+    float8 = frozenset(plan.float8)
     for unit in plan.units:
         reshard = _resharding(unit)
-        key = (unit.signature, unit.kind == "experts", reshard)
+        narrow = tuple(parameter.fqn in float8 for parameter in unit.parameters) if float8 else ()
+        key = (unit.signature, unit.kind == "experts", reshard, narrow)
         ranks = _ranks(unit, plan, degree)
         if key not in known:
             weights = tuple(weigh(parameter, unit, plan, ranks) for parameter in unit.parameters)
@@ -186,6 +188,9 @@ class Unshard:
             cast = sizes.smaller_cast
         elif sizes.offloaded is not None:
             cast = sizes.offloaded
+        if sizes.scaling is not None:
+            self.ledger.add(sizes.scaling)
+            self.ledger.drop(sizes.scaling)
         if cast is not None:
             self.ledger.add(cast)
         self.ledger.add(sizes.gather)
