@@ -36,6 +36,7 @@ from fsdptool.planning.step_time import (
     time_candidate,
     unit_bytes,
     unit_costs,
+    without_casts,
 )
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.planning.verdict import check_fit
@@ -235,7 +236,8 @@ class Estimator:
                     self._costs[waits] = unit_costs(seconds, part.repeats, plan)
                 sums.append(self._costs[waits])
             hosted = unit_costs(hosted_bytes(part), part.repeats, plan)
-            return fill(traffic, self._costs[key], point.cp, shared, sums, hosted)
+            filled = fill(traffic, self._costs[key], point.cp, shared, sums, hosted)
+            return [without_casts(stage, gpu, machine, point.cp) for stage in filled] if float8 else filled
 
         student = stages(rank.traffic, rank.memory.rank.plan, trace, worked, "student")
         teacher: list[Stage] = []

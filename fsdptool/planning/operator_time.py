@@ -54,11 +54,18 @@ def float8_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float:
     if operation.kind != "product" or not gpu.native_fp8 or operation.dtype != "bfloat16":
         return operation_seconds(operation, gpu, machine)
     arithmetic = operation.flops / (peak_flops(gpu, "float8") * machine.matmul_efficiency)
-    inputs = operation.bytes_moved * 2 / 3
-    multiplied = operation.bytes_moved / 3 + inputs / 2
-    cast = inputs + inputs + inputs / 2
+    multiplied = operation.bytes_moved * 2 / 3
     rate = memory_rate(gpu, machine)
-    return max(arithmetic, multiplied / rate) + cast / rate
+    return max(arithmetic, multiplied / rate) + cast_traffic(operation.bytes_moved) / rate
+
+
+def cast_traffic(size: float) -> float:
+    """Return the bytes that casts to float8 move in a product of matrices of ``size`` bytes in 16 bits.
+
+    Of each matrix, two thirds are counted: the average over the three products of a layer, in two of which
+    each of the three is an input.
+    """
+    return size * 2 / 3 * (1 + 1 + 1 / 2)
 
 
 def memory_rate(gpu: Gpu, machine: Machine) -> float:

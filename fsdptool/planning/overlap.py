@@ -87,7 +87,7 @@ class Stage:
     """One unit in the order forward visits it: its collectives and its work.
 
     Attributes:
-        gather_bytes: Unsharded bytes in the parameter dtype.
+        gather_bytes: Unsharded bytes in the dtype that is gathered.
         reduce_bytes: Unsharded bytes of trainable gradients in the reduce dtype.
         shard_reduce_bytes: One rank's shard of those (what HSDP all-reduces).
         backward_ranks: Ranks backward gathers the unit over: the shard group, fewer after an integer
@@ -103,6 +103,7 @@ class Stage:
             they are copied once more when they are gathered, and when their gradients are reduced.
         hosted_bytes: Bytes of activations that forward copies to the host and backward copies back, on a
             stream of their own: a block takes as long as it computes, or as its copy.
+        narrowed: Elements that are gathered in 8 instead of 16 bits.
     """
 
     gather_bytes: float
@@ -118,6 +119,7 @@ class Stage:
     experts: bool = False
     reordered_bytes: float = 0.0
     hosted_bytes: float = 0.0
+    narrowed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

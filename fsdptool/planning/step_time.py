@@ -16,6 +16,7 @@ from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
 from fsdptool.planning.operator_time import (
+    cast_traffic,
     float8_seconds,
     memory_rate,
     operation_seconds,
@@ -325,17 +326,43 @@ def with_copies(stage: Stage, ranks: int, gpu: Gpu, machine: Machine) -> Stage:
     """Return a unit with the copies around its collectives, which run among its compute.
 
     torch 2.13 (``_fsdp_collectives.py``): every all-gather ends in a copy of the gathered buffer to the
-    parameters, every reduction begins with a copy of the gradients to its buffer.
+    parameters, every reduction begins with a copy of the gradients to its buffer. What is gathered in float8
+    is cast before, from fp32 by three kernels (torchao 0.18, ``_ToFloat8ConstrFunc``), and searched for its
+    largest entries before each forward.
     """
     if ranks < 2:
         return stage
     rate = memory_rate(gpu, machine)
     again = 2 * stage.reordered_bytes / rate
-    gathered = 2 * stage.gather_bytes / rate + again
-    reduced = (stage.reduce_bytes + min(stage.reduce_bytes, stage.gather_bytes)) / rate
+    rows = stage.narrowed / ranks
+    gathered = (2 * stage.gather_bytes + _CAST_ROWS * rows) / rate + again
+    gradients = stage.gather_bytes + stage.narrowed
+    reduced = (stage.reduce_bytes + min(stage.reduce_bytes, gradients)) / rate
     reduced += again if stage.reduce_bytes else 0.0
     in_backward = reduced + (gathered if stage.backward_ranks > 1 else 0.0)
-    return replace(stage, forward=stage.forward + gathered, backward=stage.backward + in_backward)
+    forward = stage.forward + gathered + 4 * rows / rate
+    return replace(stage, forward=forward, backward=stage.backward + in_backward)
+
+
+_CAST_ROWS = 4 + 4 + 4 + 4 + 4 + 1
+"""Bytes that casting a row to float8 moves per element: scaled, clamped and cast, each out of place."""
+
+
+def without_casts(stage: Stage, gpu: Gpu, machine: Machine, sharing: int) -> Stage:
+    """Return a unit without the casts of its weights in each product, where it gathers them in float8.
+
+    :func:`~fsdptool.planning.operator_time.float8_seconds` counts them: forward is one product with a weight,
+    and backward two.
+
+    Args:
+        stage: With its work.
+        gpu, machine: The hardware.
+        sharing: Ranks that share a sequence, over which its work was divided.
+    """
+    if not gpu.native_fp8:
+        return stage
+    once = cast_traffic(2 * stage.narrowed) / memory_rate(gpu, machine) / sharing
+    return replace(stage, forward=stage.forward - once, backward=stage.backward - 2 * once)
 
 
 def time_candidate(
@@ -415,6 +442,7 @@ def _stage(share: UnitShare) -> Stage:
         exchanges=2 if share.unit.checkpointed else 1,
         experts=share.unit.kind == "experts",
         reordered_bytes=sum(share.buffers.unordered.sizes) if share.buffers.unordered is not None else 0,
+        narrowed=sum(w.whole for w in share.weights if w.narrow and w.dtype == "bfloat16"),
     )
 
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdptool.memory.simulation.collectives import DEVICES, copies_of_gradients, reduction, weigh
+from fsdptool.memory.simulation.collectives import (
+    DEVICES,
+    copies_of_gradients,
+    reduction,
+    unshard_buffers,
+    weigh,
+)
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.sharding import Unit, UnitPlan
 
@@ -25,8 +34,13 @@ def parameter(shape: tuple[int, ...]) -> Parameter:
 
 def allocated_while_copying(gradients: list[torch.Tensor], into: torch.Tensor) -> int:
     """Return the most that ``_chunk_cat`` holds besides its inputs and its output."""
+    return allocated_in(lambda: torch._chunk_cat(gradients, 0, RANKS, out=into.view(RANKS, -1)))
+
+
+def allocated_in(run: Callable[[], object]) -> int:
+    """Return the most bytes that are allocated at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        torch._chunk_cat(gradients, 0, RANKS, out=into.view(RANKS, -1))
+        run()
     results = profiler.profiler.kineto_results
     events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     level = peak = 0
@@ -68,3 +82,60 @@ def test_a_gpu_copies_only_what_its_kernel_cannot_cast(
     assert (copies.sizes if copies is not None else ()) == (padded if copied else ())
     even = [weigh(parameter(shape), UNIT, plan, RANKS) for shape in EVEN]
     assert copies_of_gradients(even, plan, DEVICES["cuda"]) is None
+
+
+LAYERS = tuple(Parameter(f"layer.{n}.weight", (rows, 64), "float32") for n, rows in enumerate((32, 128, 64)))
+NORM = Parameter("layer.norm.weight", (64,), "float32")
+FLOAT8 = replace(plan_of("bfloat16", "float32"), float8=tuple(layer.fqn for layer in LAYERS))
+
+
+def test_weights_in_float8_are_gathered_with_one_byte_per_element() -> None:
+    weights = [weigh(item, UNIT, FLOAT8, RANKS) for item in (*LAYERS, NORM)]
+    buffers = unshard_buffers(weights, FLOAT8, RANKS, True, 1)
+    sizes = (32 * 64, 128 * 64, 64 * 64, 64 * 2)
+    assert buffers.whole.sizes == sizes
+    assert buffers.gather is not None
+    assert buffers.gather.sizes == (sum(sizes),)
+    assert buffers.cast is not None
+    assert buffers.cast.sizes == tuple(size // RANKS for size in sizes)
+    # Gradients are those of a run in bf16.
+    plain = [weigh(item, UNIT, replace(FLOAT8, float8=()), RANKS) for item in (*LAYERS, NORM)]
+    assert reduction(weights, FLOAT8, DEVICES["cuda"]) == reduction(plain, FLOAT8, DEVICES["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("plan", "unit", "ranks"),
+    [
+        (FLOAT8, UNIT, 1),
+        (FLOAT8, UNIT, 3),
+        (FLOAT8, replace(UNIT, reshard_after_forward=2), RANKS),
+        (replace(FLOAT8, cpu_offload=True), UNIT, RANKS),
+    ],
+)
+def test_weights_that_float8_cannot_gather_are_gathered_as_they_compute(
+    plan: UnitPlan, unit: Unit, ranks: int
+) -> None:
+    item = weigh(LAYERS[0], unit, plan, ranks)
+    assert (item.gathered, item.narrow) == (2, False)
+
+
+def test_casts_to_float8_hold_what_torchao_allocates() -> None:
+    pytest.importorskip("torchao", reason="the casts are torchao's")
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    def cast() -> list[object]:
+        with torch.no_grad():
+            return [item.fsdp_pre_all_gather(None) for item in rows]
+
+    weights = [weigh(item, UNIT, FLOAT8, RANKS) for item in LAYERS]
+    rows = [
+        WeightWithDynamicFloat8CastTensor(
+            torch.ones(item.shard), LinearMMConfig(), torch.float8_e4m3fn, torch.ones(())
+        )
+        for item in weights
+    ]
+    cast()
+    buffers = unshard_buffers(weights, FLOAT8, RANKS, True, 1)
+    assert buffers.scaling is not None
+    assert buffers.scaling.total == allocated_in(cast)

@@ -14,7 +14,14 @@ from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
 from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
 from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import ModuleSeconds, Traffic, fill, module_costs, with_copies
+from fsdptool.planning.step_time import (
+    ModuleSeconds,
+    Traffic,
+    fill,
+    module_costs,
+    with_copies,
+    without_casts,
+)
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
 from fsdptool.records.mesh import ParallelDims
@@ -282,6 +289,23 @@ def test_a_unit_copies_what_it_gathers_and_reduces() -> None:
     kept = with_copies(replace(stage, backward_ranks=1), 8, GPU, MACHINE)
     assert kept.backward == pytest.approx(0.02 + (8e8 + 4e8) / rate)
     assert with_copies(stage, 1, GPU, MACHINE) == stage
+
+
+def test_a_unit_that_gathers_float8_casts_its_rows_and_no_weight_in_a_product() -> None:
+    rate, elements, tokens = memory_rate(GPU, MACHINE), 10**8, 10**8
+    stage = replace(stages(1, size=float(elements), forward=0.01)[0], reduce_bytes=2e8, narrowed=elements)
+    copied = with_copies(stage, 8, GPU, MACHINE)
+    # Rows in fp32 are read for their largest entry, scaled, clamped and cast: 21 bytes of each in a gather.
+    gather = 2e8 + 21 * elements / 8
+    assert copied.forward == pytest.approx(0.01 + (gather + 4 * elements / 8) / rate)
+    assert copied.backward == pytest.approx(0.02 + (gather + 2e8 + 2e8) / rate)
+    # Three products of a weight, an input and an output; casts of the last two stay.
+    three = product(3e13, 2 * (elements + 2 * tokens))
+    whole = 3 * float8_seconds(three, GPU, MACHINE)
+    left = without_casts(replace(stage, forward=whole / 3, backward=whole * 2 / 3), GPU, MACHINE, 1)
+    arithmetic = 3 * 3e13 / (GPU.flops["float8"] * MACHINE.matmul_efficiency)
+    assert left.forward + left.backward == pytest.approx(arithmetic + 2 * 5 * 2 * tokens / rate)
+    assert without_casts(stage, replace(GPU, native_fp8=False), MACHINE, 1) == stage
 
 
 def test_sums_over_a_tensor_parallel_group_hide_behind_nothing() -> None:
