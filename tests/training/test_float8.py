@@ -122,9 +122,16 @@ def emulated() -> Iterator[None]:
 def train_emulated(folder: Path, recipe: Recipe, steps: int) -> dict[str, Any]:
     """Train the wide case on the pool's ranks with emulated float8 layers."""
     import ranks
+    import torch._dynamo
+    from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
+    counters.clear()
     with emulated():
-        return ranks.train("causal", folder, recipe, None, steps, 4, {"mixed_precision": "fp8"})
+        found = ranks.train("causal", folder, recipe, None, steps, 4, {"mixed_precision": "fp8"})
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    return {**found, "graphs": graphs, "breaks": breaks}
 
 
 def gather_emulated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str, Any]:
@@ -201,14 +208,14 @@ def gather_emulated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[st
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), (4, False), (2, True)])
 def test_emulated_float8_layers_shard_and_train(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, compiled: bool
 ) -> None:
     pytest.importorskip("torchao", reason="emulation is torchao's")
     recipe, folder = prepare_case(WIDE, tmp_path, "full")
     # Everything but the float8 layers in fp32, so that the plain loop computes the same.
-    recipe = dataclasses.replace(recipe, sharding=Sharding(param_dtype="float32"))
+    recipe = dataclasses.replace(recipe, sharding=Sharding(param_dtype="float32", compile=compiled))
     found = pool.run(train_emulated, world, folder, recipe, 5, timeout=300.0)[0]
     monkeypatch.setitem(CASES, "causal", WIDE)
     plain = reference.run("causal", recipe, found["before"], {}, steps=5)
@@ -232,6 +239,8 @@ def test_emulated_float8_layers_shard_and_train(
         name for name, value in found["before"].items() if not torch.equal(value, found["after"][name])
     ]
     assert any(name.endswith("q_proj.weight") for name in trained)
+    # Equal blocks share their graphs, and the scales of another step need no others.
+    assert (found["graphs"], found["breaks"]) == (1 if compiled else 0, 0)
 
 
 @pytest.mark.distributed
