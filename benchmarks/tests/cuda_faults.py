@@ -60,6 +60,7 @@ _IN_AHEAD = ("tests/data/test_reading_ahead.py",)
 _WAITS = ("tests/training/test_waits.py", "-k", "test_a_launched_step_does_not_wait and (full or adafactor)")
 _TRACES = ("tests/training/test_waits.py", "-k", "leaves_no_trace and adamw and not foreach")
 _IN_DECISIONS = ("tests/modeling/test_compile_decisions.py", "-k", "every_reason or float8")
+_IN_GATHERS = ("tests/memory/test_memory_collectives.py", "-k", "float8")
 _IN_COMPILED = ("tests/training/test_compilation.py", "-k", "causal")
 _IN_COMPILED_TRACES = ("tests/memory/test_compiled_blocks.py",)
 _IN_HEAD = ("tests/objectives/test_fused_head.py",)
@@ -473,6 +474,22 @@ FAULTS = (
         "and not (settings.use_cpu or decision.compiled):\n",
         "and False:\n",
         _IN_DECISIONS,
+    ),
+    PlantedFault(
+        "26",
+        "weights of float8 layers are planned as if they were gathered in 16 bits",
+        "fsdptool/memory/simulation/collectives.py",
+        "    gathered = 1 if plan.gathers_in_float8(unit, parameter, ranks) else width\n",
+        "    gathered = width\n",
+        _IN_GATHERS,
+    ),
+    PlantedFault(
+        "26",
+        "rows that the ranks do not divide are cast without padding: ranks gather other sizes than they send",
+        "fsdptool/records/sharding.py",
+        "            and parameter.shape[0] % ranks == 0\n",
+        "",
+        _IN_GATHERS,
     ),
     PlantedFault(
         "27",

@@ -179,10 +179,12 @@ class UnitPlan:
         Each rank casts its own rows, without the padding that torch expects of uneven ones, so the ranks must
         divide the rows. torch 2.13 does not gather a cast again that it resharded to fewer ranks, and rows
         that are offloaded lose theirs where they are copied to the device
-        (``_fsdp_param.py:all_gather_inputs``). One rank gathers nothing.
+        (``_fsdp_param.py:all_gather_inputs``). One rank gathers nothing. The ranks of experts are others than
+        those that agree on scales.
         """
         return (
             parameter.fqn in self.float8
+            and unit.kind != "experts"
             and ranks > 1
             and parameter.shape[0] % ranks == 0
             and type(unit.reshard_after_forward) is not int

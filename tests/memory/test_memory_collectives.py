@@ -109,6 +109,7 @@ def test_weights_in_float8_are_gathered_with_one_byte_per_element() -> None:
         (FLOAT8, UNIT, 1),
         (FLOAT8, UNIT, 3),
         (FLOAT8, replace(UNIT, reshard_after_forward=2), RANKS),
+        (FLOAT8, replace(UNIT, kind="experts"), RANKS),
         (replace(FLOAT8, cpu_offload=True), UNIT, RANKS),
     ],
 )

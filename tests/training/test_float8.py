@@ -174,9 +174,9 @@ def gather_emulated(folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[st
             ranks.share(session, 1, "causal", session.data_ranks, torch.float32), rate=assembled.rate
         )
     units = assembled.stepper.order._units
-    rows = {name: local(parameter) for name, parameter in named.items()}
+    rows: dict[str, Any] = {name: local(parameter) for name, parameter in named.items()}
     narrow = [name for name in named if hasattr(rows[name], "fsdp_pre_all_gather")]
-    scales: dict[str, Any] = {name: rows[name].fsdp_pre_all_gather.__self__ for name in narrow}  # type: ignore[attr-defined]
+    scales: dict[str, Any] = {name: rows[name].fsdp_pre_all_gather.__self__ for name in narrow}
     kept = [
         [
             sum(t.numel() * t.element_size() for t in item.all_gather_outputs)
