@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipe_runs
 import reference
 import torch
 from cases import CASES, LLAMA, MOE, TIED, Case, anatomy_of, inputs_for, prepare_case
 from pool import Pool
+from safetensors import safe_open
 from torch import nn
 
 from fsdptool.errors import ConfigError
@@ -29,6 +31,9 @@ from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import TrainingLoop
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.runs.events import read_lines
+from fsdptool.runs.folder import read_inputs
+from fsdptool.runs.manifest import newest_good
 from fsdptool.source import resolve
 
 FP8 = FsdpSettings(mixed_precision="fp8")
@@ -268,3 +273,64 @@ def test_weights_are_gathered_in_float8_with_scales_that_fit_them(
             assert found["exchanged"] == found["exchanged, planned"]
         assert found["scales"] == pytest.approx(found["scales, expected"], rel=1e-6)
         assert found["zeros"] == [0.0] * len(found["zeros"])
+
+
+def work_emulated(folder: str) -> dict[str, Any]:
+    """Run what a folder describes with emulated float8 layers."""
+    with emulated():
+        return recipe_runs.work_in(folder)
+
+
+@pytest.mark.distributed
+def test_a_float8_run_evaluates_averages_and_continues(pool: Pool, tmp_path: Path) -> None:
+    """Its checkpoints hold fp32 weights, and four ranks continue what two began."""
+    pytest.importorskip("torchao", reason="emulation is torchao's")
+    examples = Path(__file__).parents[2] / "examples"
+    text = (examples / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
+
+    def start(name: str, ranks: int, steps: int, resume: str | None = None) -> Path:
+        def shortened(recipe: Recipe) -> Recipe:
+            return dataclasses.replace(
+                recipe,
+                steps=steps,
+                checkpoints=dataclasses.replace(recipe.checkpoints, every_steps=2),
+                evaluation=dataclasses.replace(recipe.evaluation, every_steps=2, samples=0),
+                ema=dataclasses.replace(recipe.ema, decay=0.5),
+            )
+
+        folder, recipe = tmp_path / name, examples / "recipes" / "decoder_full.yaml"
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            text.replace("num_processes: 2", f"num_processes: {ranks}").replace("'no'", "fp8"),
+            encoding="utf-8",
+        )
+        recipe_runs.write_folder(folder, recipe, config, changed=shortened, resume=resume)
+        ended = pool.run(work_emulated, ranks, str(folder), timeout=300.0)
+        assert [(item["status"], item["step"]) for item in ended] == [("completed", steps)] * ranks
+        return folder
+
+    straight = losses_of(start("straight", 2, 4))
+    half = start("half", 2, 2)
+    narrow = read_inputs(half).units.float8
+    found = newest_good(half / "checkpoints")
+    assert found is not None
+    saved = tensors_in(found[0])
+    assert narrow
+    assert {saved[f"{part}/{name}"] for part in ("model", "ema") for name in narrow} == {"F32"}
+    continued = losses_of(start("half", 4, 4, resume="auto"))
+    # Sums of four ranks round otherwise, and move scales.
+    assert continued == pytest.approx(straight, rel=2e-3)
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
+def tensors_in(checkpoint: Path) -> dict[str, str]:
+    """Return the dtype of every tensor in the files of a checkpoint."""
+    found = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found[name] = file.get_slice(name).get_dtype()
+    return found
