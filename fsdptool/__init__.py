@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdptool.api.answers import detect as detect
     from fsdptool.api.answers import plan as plan
     from fsdptool.api.answers import read_plan as read_plan
+    from fsdptool.api.audit import audit as audit
     from fsdptool.api.emit_config import emit_config as emit_config
     from fsdptool.api.explain import explain as explain
     from fsdptool.api.integrations import ProofCallback as ProofCallback
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _PUBLIC: dict[str, str] = {
     "ProofCallback": "fsdptool.api.integrations",
     "ProofTracker": "fsdptool.api.integrations",
+    "audit": "fsdptool.api.audit",
     "compare": "fsdptool.api.answers",
     "detect": "fsdptool.api.answers",
     "emit_config": "fsdptool.api.emit_config",

@@ -43,6 +43,7 @@ _MODULES: dict[str, str] = {
     "families": "families",
     "explain": "explain",
     "check": "check",
+    "audit": "audit",
     "migrate": "migrate",
     "rule": "rule",
     "schema": "schema",

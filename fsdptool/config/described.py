@@ -55,6 +55,17 @@ def describe_run(
     Raises:
         ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
     """
+    return describe_written(source, program=program, files=files)[0]
+
+
+def describe_written(
+    source: SourceText, *, program: str | None = None, files: NamedFiles | None = None
+) -> tuple[DescribedRun | None, Mapping[str, Any]]:
+    """Return the run that a text describes, and the keys that describe it as they are written.
+
+    Arguments and errors are those of :func:`describe_run`. A command line's flags replace the keys of the
+    file that it names. Without a run there are no keys.
+    """
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
     if form is not None and form.name == "flags":
@@ -62,23 +73,26 @@ def describe_run(
     else:
         found = _of_file(source, files, program)
     if found is None:
-        return None
+        return None, {}
     reader, file = found
     run = reader.describe(file)
     unread = next((item for item in file.launch.problems if item.endswith(_UNREAD)), None)
     if run is not None and unread is not None:
         # Without the file every other fact would be a default that the file may well override.
         known = file.launch.processes
-        return DescribedRun(run.program, run.program_version, processes=known, problems=(unread,))
+        unread_run = DescribedRun(run.program, run.program_version, processes=known, problems=(unread,))
+        return unread_run, file.data
     if run is not None and form is None:
         run = _with_hidden(run, file.hidden)
     if run is not None and run.fsdp == "none" and _hidden_sharding(run):
         run = replace(run, fsdp=None, cpu_offload=None)
     if run is None or run.model is None or run.family is not None:
-        return run
+        return run, file.data
     family, note = family_of_name(run.model)
     run = replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
-    return _as_published(run) if (family or "").partition(":")[0] in STORED_IN_FP32 else run
+    if (family or "").partition(":")[0] in STORED_IN_FP32:
+        run = _as_published(run)
+    return run, file.data
 
 
 def _hidden_sharding(run: DescribedRun) -> bool:

@@ -35,6 +35,8 @@ class DocumentFormat:
 
 
 FORMATS: Mapping[str, DocumentFormat] = {
+    "advisory": DocumentFormat("advisory.Advisory", "Advisory", "input", envelope=False),
+    "audit": DocumentFormat("advisory.AuditReport", "Audit"),
     "cache": DocumentFormat("command_documents.CacheReport", "Cache"),
     "check": DocumentFormat("config_documents.CheckReport", "Check"),
     "cluster": DocumentFormat("cluster.ClusterFile", "Cluster", "input", envelope=False),

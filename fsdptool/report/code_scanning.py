@@ -70,7 +70,17 @@ def sarif_document(readings: Iterable[Reading]) -> dict[str, Any]:
     used = sorted({item.code for _, item in found})
     index = {code: number for number, code in enumerate(used)}
     results = [_result(reading, item, index) for reading, item in found]
-    driver = {"name": "fsdptool", "version": tool_version(), "rules": [_rule(code) for code in used]}
+    return sarif_log([_rule(code) for code in used], results)
+
+
+def sarif_log(rules: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the log of one run.
+
+    Args:
+        rules: Descriptors of the rules that were broken.
+        results: What was found; ``ruleIndex`` is an index of ``rules``.
+    """
+    driver = {"name": "fsdptool", "version": tool_version(), "rules": rules}
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -91,7 +101,7 @@ def _rule(code: str) -> dict[str, Any]:
 
 
 def _result(reading: Reading, item: Diagnostic, index: dict[str, int]) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": _artifact(reading, item)}
+    location: dict[str, Any] = {"artifactLocation": artifact(item.path or reading.path)}
     if item.line is not None:
         region = {"startLine": item.line, "startColumn": item.column}
         if item.end_line is not None:
@@ -109,9 +119,12 @@ def _result(reading: Reading, item: Diagnostic, index: dict[str, int]) -> dict[s
     return result
 
 
-def _artifact(reading: Reading, item: Diagnostic) -> dict[str, str]:
-    """Return where a file is: relative to here, as code scanning wants it, or with its scheme."""
-    path = Path(item.path or reading.path or "stdin")
+def artifact(name: str | None) -> dict[str, str]:
+    """Return where a file is: relative to here, as code scanning wants it, or with its scheme.
+
+    Text that is of no file comes from standard input.
+    """
+    path = Path(name or "stdin")
     if path.is_absolute():
         try:
             path = path.relative_to(Path.cwd())
@@ -130,5 +143,5 @@ def _fix(reading: Reading, item: Diagnostic) -> dict[str, Any]:
         if edit.text:
             replacement["insertedContent"] = {"text": edit.text}
         replacements.append(replacement)
-    change = {"artifactLocation": _artifact(reading, item), "replacements": replacements}
+    change = {"artifactLocation": artifact(item.path or reading.path), "replacements": replacements}
     return {"description": {"text": item.fix.description}, "artifactChanges": [change]}

@@ -1,0 +1,114 @@
+"""What a file shows of its run, under the names that conditions of advisories use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from fsdptool.advisories.entries import Versions
+from fsdptool.config.described import describe_written
+from fsdptool.config.reader import judged_or_failed
+from fsdptool.config.result import Conditions, Reading
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.files.tree import to_python
+from fsdptool.records.described_run import DescribedRun
+
+_OF_LAUNCHER = ("fsdp_", "dynamo_", "parallelism_config", "distributed_type")
+"""How keys begin that only the file of ``accelerate launch`` has, or that have no effect elsewhere."""
+
+_LAUNCHERS = ("accelerate", "env", "flags")
+"""Dialects of what starts a training and does not describe it."""
+
+_TRAINERS = ("trainer", "trl")
+_VERSION_KEYS = ("version", "fsdp_version")
+_READS_VERSION = Version("5.10.0")
+"""transformers 5.10 takes FSDP2 where ``fsdp_config`` names no version; earlier releases take FSDP1 (pull
+request 45640)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a run.
+
+    Attributes:
+        values: Facts by name; what is not there, or None, is not known.
+        keys: Values of the keys as they are written, by the last part of their names.
+        is_launch: Whether the file is only that of a launcher, which shows nothing of the training.
+    """
+
+    values: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    is_launch: bool
+
+    def knows(self, name: str) -> bool:
+        """Whether the absence of a key means that the run does not have it."""
+        return not self.is_launch or name.startswith(_OF_LAUNCHER)
+
+
+def read_facts(source: SourceText, versions: Versions) -> Facts:
+    """Return what a text shows of its run.
+
+    Args:
+        source: A file, or the text of a command line.
+        versions: Versions of the libraries, for the defaults that changed between them.
+
+    Raises:
+        ConfigError: The text cannot be parsed, or no program is known that reads it.
+    """
+    described, written = describe_written(source)
+    reading = judged_or_failed(source, Conditions())
+    if described is None and reading.dialect is None:
+        first = reading.errors[0] if reading.errors else None
+        raise ConfigError(first.message if first else "no program is known that reads the file")
+    if described is None and reading.document is not None and reading.document.root is not None:
+        written = to_python(reading.document.root)
+    keys = dict(_flat(written))
+    values = {f"settings.{name}": value for name, value in reading.facts.items()} | _of_settings(reading)
+    is_launch = described is None and reading.dialect in _LAUNCHERS
+    if described is not None:
+        values |= {name: value for name, value in _of_run(described) if value is not None}
+    elif not is_launch:
+        values["program"] = reading.consumer.name
+    if _runs_fsdp1(values.get("program"), keys, versions):
+        values["fsdp"] = values["settings.fsdp_version"] = 1
+    return Facts(values, keys, is_launch)
+
+
+def _of_settings(reading: Reading) -> dict[str, Any]:
+    """Return facts of a run that the settings of FSDP alone decide."""
+    given = reading.facts
+    fsdp = reading.version if reading.version is not None else "none" if "num_processes" in given else None
+    values: dict[str, Any] = {"fsdp": fsdp, "processes": given.get("num_processes")}
+    values |= {f"mesh.{name}": given.get(name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    values |= {"cpu_offload": given.get("cpu_offload"), "wrap_classes": given.get("wrap_classes") or None}
+    return values
+
+
+def _of_run(run: DescribedRun) -> Iterator[tuple[str, Any]]:
+    for name in run.__dataclass_fields__:
+        if name not in ("mesh", "keys", "learning", "defaults", "notes", "problems"):
+            yield name, getattr(run, name)
+    for name in run.mesh.__dataclass_fields__:
+        yield f"mesh.{name}", getattr(run.mesh, name)
+
+
+def _runs_fsdp1(program: str | None, keys: Mapping[str, Any], versions: Versions) -> bool:
+    """Whether an earlier transformers runs FSDP1 where the newest runs FSDP2."""
+    known = versions.get("transformers", ())
+    unnamed = "fsdp" in keys and not any(name in keys for name in _VERSION_KEYS)
+    return program in _TRAINERS and unnamed and bool(known) and max(known) < _READS_VERSION
+
+
+def _flat(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key of a file with its value, whatever section it is in."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key).rpartition(".")[2], item
+            yield from _flat(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _flat(item)

@@ -1,0 +1,136 @@
+"""Which advisories apply to a run: conditions are compared with facts that are true, false or not known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fsdptool.advisories.entries import Versions, advisories, affected_version, fixed_in
+from fsdptool.advisories.facts import Facts
+from fsdptool.records.advisory import Advisory, AuditFinding, FactTest
+
+_WORDS = {
+    "fsdp": "whether FSDP runs, and its version",
+    "program": "which program trains",
+    "method": "whether adapters or a quantised base are trained",
+    "base_dtype": "the dtype in which the model is loaded",
+    "objective": "the objective",
+    "accumulation": "gradient accumulation",
+    "optimizer": "the optimizer",
+    "processes": "the number of processes",
+    "settings.mixed_precision": "mixed precision",
+    "settings.cpu_ram_efficient_loading": "whether loading is RAM-efficient",
+    "settings.state_dict_type": "the state-dict type",
+}
+"""What is not known where a fact is missing; other facts are named as they are."""
+
+_NO_EVIDENCE = frozenset({"program", "processes"})
+"""Facts of almost every run: an advisory for which nothing else speaks is not worth a line."""
+
+
+def findings(facts: Facts, versions: Versions, ignored: Collection[str] = ()) -> tuple[AuditFinding, ...]:
+    """Return the advisories that apply to a run, and then those that may.
+
+    An advisory may apply where its condition asks for something that the file does not show, if another part
+    of the condition is known to hold. Where no repaired release is known, the file must show the condition as
+    a whole: there is no version without the advisory.
+
+    Args:
+        facts: What the file shows.
+        versions: Versions of the libraries.
+        ignored: Names of advisories to leave out.
+    """
+    found = (finding(item, facts, versions) for item in advisories() if item.id not in ignored)
+    return tuple(sorted((item for item in found if item), key=lambda item: (item.verdict, item.id)))
+
+
+def finding(advisory: Advisory, facts: Facts, versions: Versions) -> AuditFinding | None:
+    """Return what an advisory says of a run, or None where it does not apply."""
+    version = affected_version(advisory, versions)
+    if version is None:
+        return None
+    repaired = fixed_in(advisory, version)
+    unknown = _unknown(advisory, facts, must_show=repaired is None)
+    if unknown is None:
+        return None
+    effect = advisory.database_specific
+    return AuditFinding(
+        id=advisory.id,
+        package=advisory.package,
+        installed=str(version),
+        fixed_in=repaired,
+        verdict="may_apply" if unknown else "applies",
+        effect=effect.effect,
+        evidence=effect.evidence,
+        summary=advisory.summary,
+        consequence=effect.consequence,
+        change=effect.change,
+        unknown=unknown,
+        error=effect.error,
+        memory=effect.memory,
+        references=tuple(reference.url for reference in advisory.references),
+    )
+
+
+def _unknown(advisory: Advisory, facts: Facts, *, must_show: bool) -> tuple[str, ...] | None:
+    """Return what decides about an advisory and is not known; None where it does not apply."""
+    effect = advisory.database_specific
+    open_parts = [_open(tests, facts) for tests in effect.condition]
+    possible = [names for names in open_parts if names is not None and not (names and must_show)]
+    if not possible:
+        return None
+    names = (_WORDS.get(name) or _named(name) for name in min(possible, key=len))
+    return (*names, *(f"whether {clause}" for clause in effect.unseen))
+
+
+def _named(name: str) -> str:
+    kind, _, rest = name.partition(".")
+    return f"the key {rest}" if kind == "keys" else f"the setting {rest if kind == 'settings' else name}"
+
+
+def _open(tests: Mapping[str, FactTest], facts: Facts) -> list[str] | None:
+    """Return the facts of a conjunction that are not known; None: it is false, or nothing speaks for it."""
+    answers = {name: _holds(name, test, facts) for name, test in tests.items()}
+    if False in answers.values():
+        return None
+    shown = [name for name, test in tests.items() if answers[name] and test.present is not False]
+    evidence = set(shown) - _NO_EVIDENCE
+    unknown = [name for name, answer in answers.items() if answer is None]
+    return None if unknown and not evidence else unknown
+
+
+def _holds(name: str, test: FactTest, facts: Facts) -> bool | None:
+    """Return whether a fact is as a test wants it; None where the fact is not known."""
+    if name.startswith("keys."):
+        key = name.removeprefix("keys.")
+        value = facts.keys.get(key)
+        if value in (None, ""):
+            if not facts.knows(key):
+                return None
+            if test.present is not None or test.default is None:
+                return test.present is False
+            value = test.default
+    else:
+        value = facts.values.get(name)
+        if value is None:
+            return None
+    if test.present is not None:
+        return test.present is (value not in ((), []))
+    if test.greater is not None:
+        number = _number(value)
+        return None if number is None else number > test.greater
+    wanted = {_plain(item) for item in test.any_of or (test.equals,)}
+    given = value if isinstance(value, list | tuple) else (value,)
+    return any(_plain(item) in wanted for item in given)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> str:
+    """Return a value as text, so that ``true`` of a flag equals a truth of a file."""
+    return str(value).strip().lower()
