@@ -58,7 +58,7 @@ def read_lock(path: Path) -> tuple[Versions, tuple[str, ...]]:
     environment files of conda are read; the last two pin what ``==`` (or conda's ``=``) pins.
 
     Raises:
-        ConfigError: The file cannot be read, or is no lock file; the message is one line.
+        ConfigError: The file cannot be read, or is not a lock file; the message is one line.
     """
     found = _Found()
     try:
