@@ -84,7 +84,7 @@ class FactTest:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class ExampleRun:
     """A configuration with the versions that it runs with.
 
     Attributes:
@@ -100,8 +100,8 @@ class Example:
 class AdvisoryExamples:
     """An affected and a not affected configuration."""
 
-    affected: Example
-    not_affected: Example
+    affected: ExampleRun
+    not_affected: ExampleRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -73,12 +73,12 @@ def sarif_document(readings: Iterable[Reading]) -> dict[str, Any]:
     return sarif_log([_rule(code) for code in used], results)
 
 
-def sarif_log(rules: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[str, Any]:
+def sarif_log(rules: Sequence[object], results: Sequence[object]) -> dict[str, Any]:
     """Return the log of one run.
 
     Args:
-        rules: Descriptors of the rules that were broken.
-        results: What was found; ``ruleIndex`` is an index of ``rules``.
+        rules: Descriptors of the rules that were broken, in the form of SARIF.
+        results: What was found, in that form; ``ruleIndex`` is an index of ``rules``.
     """
     driver = {"name": "fsdptool", "version": tool_version(), "rules": rules}
     return {
