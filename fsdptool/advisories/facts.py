@@ -9,6 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from fsdptool.advisories.entries import Versions
+from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_written
 from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Conditions, Reading
@@ -25,9 +26,9 @@ _LAUNCHERS = ("accelerate", "env", "flags")
 
 _TRAINERS = ("trainer", "trl")
 _VERSION_KEYS = ("version", "fsdp_version")
-_READS_VERSION = Version("5.10.0")
-"""transformers 5.10 takes FSDP2 where ``fsdp_config`` names no version; earlier releases take FSDP1 (pull
-request 45640)."""
+_READS_VERSION, _TAKES_FSDP2 = Version("5.0.0"), Version("5.10.0")
+"""transformers runs FSDP1 before 5.0 whatever ``fsdp_config`` says, and before 5.10 where it names no version
+(``training_args.py`` of 4.57.6, 5.0.0, 5.9.0 and 5.10.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,19 @@ class Facts:
         return not self.is_launch or name.startswith(_OF_LAUNCHER)
 
 
-def read_facts(source: SourceText, versions: Versions) -> Facts:
+def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None = None) -> Facts:
     """Return what a text shows of its run.
 
     Args:
         source: A file, or the text of a command line.
         versions: Versions of the libraries, for the defaults that changed between them.
+        files: Where the files that the text names are looked for.
 
     Raises:
         ConfigError: The text cannot be parsed, or no program is known that reads it.
     """
-    described, written = describe_written(source)
-    reading = judged_or_failed(source, Conditions())
+    described, written = describe_written(source, files=files)
+    reading = judged_or_failed(source, Conditions(files=files))
     if described is None and reading.dialect is None:
         first = reading.errors[0] if reading.errors else None
         raise ConfigError(first.message if first else "no program is known that reads the file")
@@ -98,9 +100,11 @@ def _of_run(run: DescribedRun) -> Iterator[tuple[str, Any]]:
 
 def _runs_fsdp1(program: str | None, keys: Mapping[str, Any], versions: Versions) -> bool:
     """Whether an earlier transformers runs FSDP1 where the newest runs FSDP2."""
-    known = versions.get("transformers", ())
-    unnamed = "fsdp" in keys and not any(name in keys for name in _VERSION_KEYS)
-    return program in _TRAINERS and unnamed and bool(known) and max(known) < _READS_VERSION
+    known = versions.get("transformers")
+    if program not in _TRAINERS or "fsdp" not in keys or not known:
+        return False
+    named = any(name in keys for name in _VERSION_KEYS)
+    return max(known) < (_READS_VERSION if named else _TAKES_FSDP2)
 
 
 def _flat(value: Any) -> Iterator[tuple[str, Any]]:

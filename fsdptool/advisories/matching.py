@@ -112,10 +112,10 @@ def _holds(name: str, test: FactTest, facts: Facts) -> bool | None:
             value = test.default
     else:
         value = facts.values.get(name)
-        if value is None:
+        if value is None and not (test.present is not None and name in facts.values):
             return None
     if test.present is not None:
-        return test.present is (value not in ((), []))
+        return test.present is (value not in (None, (), []))
     if test.greater is not None:
         number = _number(value)
         return None if number is None else number > test.greater

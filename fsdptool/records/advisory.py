@@ -7,7 +7,7 @@ stands in ``database_specific``: which runs are affected, what happens to them, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from fsdptool.records.annotations import Keywords, Text
@@ -90,10 +90,12 @@ class ExampleRun:
     Attributes:
         text: A file or a command line.
         versions: Version of each package that the advisory names.
+        files: Texts of the files that the command line names, by their names.
     """
 
     text: Text
     versions: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

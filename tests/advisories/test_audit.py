@@ -97,13 +97,20 @@ def test_code_scanning(project: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(rules[result["ruleIndex"]] == result["ruleId"] for result in log["results"])
 
 
-def test_a_training_file_beside_an_older_transformers_runs_fsdp1(project: Path) -> None:
-    arguments = {"output_dir": "out", "fsdp": "full_shard", "per_device_train_batch_size": 1}
-    arguments["fsdp_config"] = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}  # type: ignore[assignment]
+@pytest.mark.parametrize(
+    ("written", "transformers", "runs"),
+    [(None, "5.9.0", 1), (None, "5.10.1", 2), (2, "4.57.6", 1), (2, "5.0.0", 2), (1, "5.10.1", 1)],
+)
+def test_the_version_of_transformers_decides_which_fsdp_runs(
+    project: Path, written: int | None, transformers: str, runs: int
+) -> None:
+    config: dict[str, Any] = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    if written is not None:
+        config["version"] = written
+    arguments = {"output_dir": "out", "fsdp": "full_shard", "fsdp_config": config, "weight_decay": 0.1}
     (project / "args.json").write_text(json.dumps(arguments), encoding="utf-8")
-    old = fsdptool.audit("args.json", target=["transformers==5.9.0", "accelerate==1.12.0"])
-    new = fsdptool.audit("args.json", target=["transformers==5.10.1", "accelerate==1.12.0"])
-    assert (old.files[0].fsdp, new.files[0].fsdp) == (1, 2)
+    report = fsdptool.audit("args.json", target=[f"transformers=={transformers}", "accelerate==1.12.0"])
+    assert report.files[0].fsdp == runs
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(

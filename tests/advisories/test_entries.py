@@ -15,9 +15,10 @@ from fsdptool.advisories.entries import ENTRIES, advisories, ranges
 from fsdptool.advisories.facts import read_facts
 from fsdptool.advisories.matching import finding
 from fsdptool.config.canonical import COMMON, LEGACY
+from fsdptool.config.command_lines import NamedFiles
 from fsdptool.files.text import SourceText
 from fsdptool.files.values import load_schema
-from fsdptool.records.advisory import Advisory, AuditFinding, FactTest
+from fsdptool.records.advisory import Advisory, AuditFinding, ExampleRun, FactTest
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 EVERY = pytest.mark.parametrize("advisory", advisories(), ids=lambda advisory: advisory.id)
@@ -25,15 +26,20 @@ FACTS = {*DescribedRun.__dataclass_fields__} | {f"mesh.{name}" for name in Descr
 FACTS |= {f"settings.{name}" for name in (*COMMON, *LEGACY)}
 
 
-def judged(advisory: Advisory, text: str, versions: Mapping[str, str]) -> AuditFinding | None:
+def judged(advisory: Advisory, example: ExampleRun, versions: Mapping[str, str]) -> AuditFinding | None:
     known = {name: (Version(version),) for name, version in versions.items()}
-    return finding(advisory, read_facts(SourceText(text), known), known)
+
+    def named(path: Path) -> SourceText | None:
+        return SourceText(example.files[path.name], path.name) if path.name in example.files else None
+
+    files = NamedFiles(text=named)
+    return finding(advisory, read_facts(SourceText(example.text), known, files), known)
 
 
 @EVERY
 def test_the_affected_example_is_found(advisory: Advisory) -> None:
     example = advisory.database_specific.examples.affected
-    found = judged(advisory, example.text, example.versions)
+    found = judged(advisory, example, example.versions)
     assert found is not None
     assert found.installed == str(Version(example.versions[advisory.package]))
     assert (found.verdict == "may_apply") is bool(found.unknown)
@@ -45,7 +51,7 @@ def test_the_affected_example_is_found(advisory: Advisory) -> None:
 @EVERY
 def test_the_other_example_is_not_found(advisory: Advisory) -> None:
     example = advisory.database_specific.examples.not_affected
-    assert judged(advisory, example.text, example.versions) is None
+    assert judged(advisory, example, example.versions) is None
 
 
 @EVERY
@@ -54,13 +60,13 @@ def test_the_affected_example_is_not_found_outside_of_the_range(advisory: Adviso
     for begin, end in ranges(advisory):
         # A development release comes before every other one of its version.
         before = {**example.versions, advisory.package: f"{begin}.dev0"}
-        assert begin == Version("0") or judged(advisory, example.text, before) is None
+        assert begin == Version("0") or judged(advisory, example, before) is None
         if end is not None:
             repaired = {**example.versions, advisory.package: str(end)}
-            assert judged(advisory, example.text, repaired) is None
+            assert judged(advisory, example, repaired) is None
     for package in advisory.database_specific.also or ():
         without = {name: version for name, version in example.versions.items() if name != package}
-        assert judged(advisory, example.text, without) is None
+        assert judged(advisory, example, without) is None
 
 
 @EVERY
