@@ -49,6 +49,10 @@ class Facts:
         """Whether the absence of a key means that the run does not have it."""
         return not self.is_launch or name.startswith(_OF_LAUNCHER)
 
+    def lacks(self, name: str) -> bool:
+        """Whether a fact is known to be absent: the reader has it, or the file could say it and does not."""
+        return name in self.values or not self.is_launch
+
 
 def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None = None) -> Facts:
     """Return what a text shows of its run.

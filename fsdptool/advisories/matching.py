@@ -93,10 +93,15 @@ def _open(tests: Mapping[str, FactTest], facts: Facts) -> list[str] | None:
     answers = {name: _holds(name, test, facts) for name, test in tests.items()}
     if False in answers.values():
         return None
-    shown = [name for name, test in tests.items() if answers[name] and test.present is not False]
+    shown = [name for name, test in tests.items() if answers[name] and not _excludes(test)]
     evidence = set(shown) - _NO_EVIDENCE
     unknown = [name for name, answer in answers.items() if answer is None]
     return None if unknown and not evidence else unknown
+
+
+def _excludes(test: FactTest) -> bool:
+    """Whether a test asks only for what a run is not: that speaks for no advisory."""
+    return bool(test.none_of) or test.present is False
 
 
 def _holds(name: str, test: FactTest, facts: Facts) -> bool | None:
@@ -108,20 +113,23 @@ def _holds(name: str, test: FactTest, facts: Facts) -> bool | None:
             if not facts.knows(key):
                 return None
             if test.present is not None or test.default is None:
-                return test.present is False
+                return _excludes(test)
             value = test.default
     else:
         value = facts.values.get(name)
-        if value is None and not (test.present is not None and name in facts.values):
+        if value is None and test.none_of:
+            return True
+        if value is None and not (test.present is not None and facts.lacks(name)):
             return None
     if test.present is not None:
         return test.present is (value not in (None, (), []))
     if test.greater is not None:
         number = _number(value)
         return None if number is None else number > test.greater
-    wanted = {_plain(item) for item in test.any_of or (test.equals,)}
-    given = value if isinstance(value, list | tuple) else (value,)
-    return any(_plain(item) in wanted for item in given)
+    given = {_plain(item) for item in (value if isinstance(value, list | tuple) else (value,))}
+    if test.none_of:
+        return given.isdisjoint(map(_plain, test.none_of))
+    return not given.isdisjoint(map(_plain, test.any_of or (test.equals,)))
 
 
 def _number(value: Any) -> float | None:

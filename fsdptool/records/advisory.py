@@ -66,11 +66,12 @@ class OsvReference:
 
 @dataclass(frozen=True, slots=True)
 class FactTest:
-    """What a fact of the run must be; exactly one of the first four is given.
+    """What a fact of the run must be; exactly one of the first five is given.
 
     Attributes:
         equals: The value.
         any_of: Values, one of which it is; of a list, one of its items.
+        none_of: Values, none of which it is known to be; of a list, no item.
         greater: A number that it exceeds.
         present: Whether the file must have it.
         default: The value that counts where a key of the file is not written.
@@ -78,6 +79,7 @@ class FactTest:
 
     equals: bool | int | str | None = None
     any_of: tuple[bool | int | str, ...] = ()
+    none_of: tuple[bool | int | str, ...] = ()
     greater: float | None = None
     present: bool | None = None
     default: bool | int | str | None = None

@@ -92,8 +92,8 @@ def test_an_entry_is_well_formed(advisory: Advisory) -> None:
 
 def asked(test: FactTest) -> int:
     """Return in how many ways a test compares."""
-    ways = (test.equals is not None, bool(test.any_of), test.greater is not None, test.present is not None)
-    return sum(ways)
+    values = (test.equals is not None, bool(test.any_of), bool(test.none_of))
+    return sum((*values, test.greater is not None, test.present is not None))
 
 
 def test_there_are_entries_and_nothing_else() -> None:
