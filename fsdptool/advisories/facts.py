@@ -24,6 +24,8 @@ _OF_LAUNCHER = ("fsdp_", "dynamo_", "parallelism_config", "distributed_type")
 _LAUNCHERS = ("accelerate", "env", "flags")
 """Dialects of what starts a training and does not describe it."""
 
+_DIVIDED = ("mesh.dp_replicate", "mesh.dp_shard", "mesh.cp", "mesh.tp")
+
 _TRAINERS = ("trainer", "trl")
 _VERSION_KEYS = ("version", "fsdp_version")
 _READS_VERSION, _TAKES_FSDP2 = Version("5.0.0"), Version("5.10.0")
@@ -73,10 +75,15 @@ def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None 
     if described is None and reading.document is not None and reading.document.root is not None:
         written = to_python(reading.document.root)
     keys = dict(_flat(written))
-    values = {f"settings.{name}": value for name, value in reading.facts.items()} | _of_settings(reading)
+    launched = _of_settings(reading)
+    values = {f"settings.{name}": value for name, value in reading.facts.items()} | launched
     is_launch = described is None and reading.dialect in _LAUNCHERS
     if described is not None:
         values |= {name: value for name, value in _of_run(described) if value is not None}
+        # A program's own file leaves the mesh to the launcher, and a run without one has sizes of 1.
+        values |= {
+            name: value for name, value in launched.items() if name in _DIVIDED and value not in (None, 1)
+        }
     elif not is_launch:
         values["program"] = reading.consumer.name
     if _runs_fsdp1(values.get("program"), keys, versions):
@@ -89,7 +96,7 @@ def _of_settings(reading: Reading) -> dict[str, Any]:
     given = reading.facts
     fsdp = reading.version if reading.version is not None else "none" if "num_processes" in given else None
     values: dict[str, Any] = {"fsdp": fsdp, "processes": given.get("num_processes")}
-    values |= {f"mesh.{name}": given.get(name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    values |= {name: given.get(name.removeprefix("mesh.")) for name in _DIVIDED}
     values |= {"cpu_offload": given.get("cpu_offload"), "wrap_classes": given.get("wrap_classes") or None}
     return values
 
