@@ -83,6 +83,7 @@ def test_something_must_speak_for_an_open_condition() -> None:
     open_condition = {"method": {"equals": "lora"}, "fsdp": {"equals": 2}, "program": {"equals": "trl"}}
     assert verdict(advisory(open_condition), {"fsdp": 2, "program": "trl"}) == "may_apply"
     assert verdict(advisory(open_condition), {"program": "trl"}) is None
+    assert verdict(advisory(open_condition), {"fsdp": 2}, is_launch=True) is None
     excluded = {"method": {"equals": "lora"}, "objective": {"none_of": ["dpo"]}}
     assert verdict(advisory(excluded), {"objective": "sft"}) is None
 
