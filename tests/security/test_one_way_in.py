@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "fsdptool"
 
 OPENED: dict[str, str] = {
+    "advisories/entries.py:advisories": "data of this package",
     "cache.py": "the user's own cache, a folder of mode 0700",
     "cli/app.py": "/dev/null, for streams that the caller closed",
     "distributed/devices.py:_has_intel": "/sys",
