@@ -126,7 +126,8 @@ class RunEffect:
         change: What avoids it.
         effect: What kind of harm it is.
         evidence: Why it is believed.
-        examples: An affected and a not affected configuration.
+        examples: An affected and a not affected configuration, which every entry has; only installed copies
+            leave them out.
     """
 
     condition: tuple[Mapping[str, FactTest], ...]
@@ -134,11 +135,11 @@ class RunEffect:
     change: Text
     effect: Effect
     evidence: Evidence
-    examples: AdvisoryExamples
     unseen: tuple[Text, ...] = ()
     also: Mapping[str, tuple[str, ...]] | None = None
     error: str | None = None
     memory: str | None = None
+    examples: AdvisoryExamples | None = None
 
 
 @dataclass(frozen=True, slots=True)

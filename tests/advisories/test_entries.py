@@ -18,12 +18,17 @@ from fsdptool.config.canonical import COMMON, LEGACY
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.files.text import SourceText
 from fsdptool.files.values import load_schema
-from fsdptool.records.advisory import Advisory, AuditFinding, ExampleRun, FactTest
+from fsdptool.records.advisory import Advisory, AdvisoryExamples, AuditFinding, ExampleRun, FactTest
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 EVERY = pytest.mark.parametrize("advisory", advisories(), ids=lambda advisory: advisory.id)
 FACTS = {*DescribedRun.__dataclass_fields__} | {f"mesh.{name}" for name in DescribedMesh.__dataclass_fields__}
 FACTS |= {f"settings.{name}" for name in (*COMMON, *LEGACY)}
+
+
+def examples(advisory: Advisory) -> AdvisoryExamples:
+    assert advisory.database_specific.examples is not None
+    return advisory.database_specific.examples
 
 
 def judged(advisory: Advisory, example: ExampleRun, versions: Mapping[str, str]) -> AuditFinding | None:
@@ -38,7 +43,7 @@ def judged(advisory: Advisory, example: ExampleRun, versions: Mapping[str, str])
 
 @EVERY
 def test_the_affected_example_is_found(advisory: Advisory) -> None:
-    example = advisory.database_specific.examples.affected
+    example = examples(advisory).affected
     found = judged(advisory, example, example.versions)
     assert found is not None
     assert found.installed == str(Version(example.versions[advisory.package]))
@@ -50,13 +55,13 @@ def test_the_affected_example_is_found(advisory: Advisory) -> None:
 
 @EVERY
 def test_the_other_example_is_not_found(advisory: Advisory) -> None:
-    example = advisory.database_specific.examples.not_affected
+    example = examples(advisory).not_affected
     assert judged(advisory, example, example.versions) is None
 
 
 @EVERY
 def test_the_affected_example_is_not_found_outside_of_the_range(advisory: Advisory) -> None:
-    example = advisory.database_specific.examples.affected
+    example = examples(advisory).affected
     for begin, end in ranges(advisory):
         # A development release comes before every other one of its version.
         before = {**example.versions, advisory.package: f"{begin}.dev0"}

@@ -100,6 +100,8 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
     schemas = {f"fsdptool/schemas/{path.name}" for path in (ROOT / "schemas").glob("*.json")}
     assert schemas
     assert schemas <= names
+    entries = (ROOT / "fsdptool" / "advisories" / "entries").glob("*.json")
+    assert {f"fsdptool/advisories/entries/{path.name}" for path in entries} <= names
     assert "fsdptool/py.typed" in names
     for folder in ("templates", "static"):
         web = [path for path in (ROOT / "fsdptool" / "web" / folder).rglob("*") if path.is_file()]
@@ -156,6 +158,7 @@ BASE = (
     ("runs", "."),
     ("queue", "list"),
     ("diagnose", "run.log"),
+    ("audit", "fsdp.yaml", "--target", "accelerate==1.15.0"),
 )
 
 

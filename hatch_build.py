@@ -1,0 +1,48 @@
+"""Write the data of a wheel compactly: the sources stay readable, and the base stays below 25 MB."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ADVISORIES = "fsdptool/advisories/entries/"
+"""Entries whose examples only tests read."""
+
+
+class CompactData(BuildHookInterface[Any]):
+    """Write JSON files of a wheel without indentation, and advisories without their examples."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the compact files to what a wheel includes; an editable installation reads the sources."""
+        if version == "editable":
+            return
+        self.folder = tempfile.TemporaryDirectory()
+        root = Path(self.root)
+        sources = {path: path.relative_to(root).as_posix() for path in _data(root / "fsdptool")}
+        sources |= {path: path.relative_to(root / "plugins").as_posix() for path in _data(root / "plugins")}
+        sources |= {path: f"fsdptool/schemas/{path.name}" for path in _data(root / "schemas")}
+        for number, (path, target) in enumerate(sources.items()):
+            compact = Path(self.folder.name) / f"{number}{path.suffix}"
+            compact.write_text(_compact(path, target), encoding="utf-8")
+            build_data["force_include"][str(compact)] = target
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the compact files."""
+        if version != "editable":
+            self.folder.cleanup()
+
+
+def _data(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.json*") if path.suffix in (".json", ".jsonl"))
+
+
+def _compact(path: Path, target: str) -> str:
+    text = path.read_text(encoding="utf-8")
+    documents = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    if target.startswith(ADVISORIES):
+        del documents[0]["database_specific"]["examples"]
+    return "".join(json.dumps(item, ensure_ascii=False, separators=(",", ":")) + "\n" for item in documents)
