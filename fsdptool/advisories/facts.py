@@ -8,7 +8,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fsdptool.advisories.entries import Versions
+from fsdptool.advisories.catalogue import Versions
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_written
 from fsdptool.config.reader import judged_or_failed

@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from fsdptool.advisories.entries import Versions, named_packages
+from fsdptool.advisories.catalogue import Versions, named_packages
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, read_source
 from fsdptool.files.values import read_yaml

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fsdptool.advisories.entries import Versions, advisories, affected_version, fixed_in
+from fsdptool.advisories.catalogue import Versions, advisories, affected_version, fixed_in
 from fsdptool.advisories.facts import Facts
 from fsdptool.records.advisory import Advisory, AuditFinding, FactTest
 

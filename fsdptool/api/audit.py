@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, TypedDict, Unpack
 
-from fsdptool.advisories.entries import Versions, advisories, named_packages
+from fsdptool.advisories.catalogue import Versions, advisories, named_packages
 from fsdptool.advisories.facts import read_facts
 from fsdptool.advisories.locks import installed, read_lock, read_targets
 from fsdptool.advisories.matching import findings

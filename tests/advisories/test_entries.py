@@ -11,7 +11,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fsdptool.advisories.entries import ENTRIES, advisories, ranges
+from fsdptool.advisories.catalogue import ENTRIES, advisories, ranges
 from fsdptool.advisories.facts import read_facts
 from fsdptool.advisories.matching import finding
 from fsdptool.config.canonical import COMMON, LEGACY

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from fsdptool.advisories.entries import advisories, affected_version, fixed_in, ranges
+from fsdptool.advisories.catalogue import advisories, affected_version, fixed_in, ranges
 from fsdptool.advisories.facts import Facts
 from fsdptool.advisories.matching import finding
 from fsdptool.records.advisory import Advisory
