@@ -8,20 +8,20 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
-from fsdptool.config.dialects.run_reader import Launch, RunFile, state_bits
+from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
-from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
+from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
@@ -31,10 +31,8 @@ _EXTENDING = frozenset({"extends", "include", "includes", "_base_", "base_config
 """Keys with which programs and people take settings from another file."""
 _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
 _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
-_UNREAD = "is not read here: the run that it describes is not known"
-_ACCELERATE = "accelerate's file"
-_NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")
-"""How the names of accelerate files begin that do not configure FSDP, as in TRL's and diffusers' examples."""
+_STAND_INS = (1, 2, True, False, "float32", "bfloat16", "eager", "sdpa", "adamw_8bit", "muon", "selective")
+"""What stands in turn for a value that cannot be read, to find the facts that change with it."""
 _SINGLE = frozenset(
     {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
 )
@@ -76,17 +74,22 @@ def describe_written(
         return None, {}
     reader, file = found
     run = reader.describe(file)
-    unread = next((item for item in file.launch.problems if item.endswith(_UNREAD)), None)
-    if run is not None and unread is not None:
+    if run is None:
+        return None, file.data
+    if file.unread is not None:
         # Without the file every other fact would be a default that the file may well override.
+        said = (file.unread,)
         known = file.launch.processes
-        unread_run = DescribedRun(run.program, run.program_version, processes=known, problems=(unread,))
-        return unread_run, file.data
-    if run is not None and form is None:
+        unread = DescribedRun(
+            run.program, run.program_version, processes=known, problems=said, unresolved=said
+        )
+        return unread, file.data
+    if form is None:
         run = _with_hidden(run, file.hidden)
-    if run is not None and run.fsdp == "none" and _hidden_sharding(run):
+    run = replace(run, keys=replace(run.keys, not_modelled=tuple(_with_facts(run, reader, file))))
+    if run.fsdp == "none" and may_shard(file.launch.unread):
         run = replace(run, fsdp=None, cpu_offload=None)
-    if run is None or run.model is None or run.family is not None:
+    if run.model is None or run.family is not None:
         return run, file.data
     family, note = family_of_name(run.model)
     run = replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
@@ -95,10 +98,33 @@ def describe_written(
     return run, file.data
 
 
-def _hidden_sharding(run: DescribedRun) -> bool:
-    """Whether an accelerate file that was not read may switch FSDP on; names of some say that they do not."""
-    names = (item.split()[2] for item in run.problems if item.startswith(_ACCELERATE))
-    return any(not PurePath(name).name.startswith(_NO_FSDP) for name in names)
+def _with_facts(run: DescribedRun, reader: RunFormat, file: RunFile) -> Iterator[UnmodelledKey]:
+    """Yield the keys that are not modelled; those whose values cannot be read with the facts they decide.
+
+    These facts are found by reading the file again with several values in the place of such a value.
+    """
+    for item in run.keys.not_modelled:
+        if item.decides is None:
+            yield item
+            continue
+        others: list[dict[str, Any]] = []
+        for value in _STAND_INS:
+            data = dict(file.data)
+            _put(data, item.key.split("."), value)
+            other = reader.describe(replace(file, data=data))
+            if other is None:
+                continue
+            unread = {key.key for key in other.keys.not_modelled if key.decides is not None}
+            if item.key not in unread:
+                others.append(_facts(other))
+        changed = (name for name in _facts(run) if len({repr(facts[name]) for facts in others}) > 1)
+        yield replace(item, decides=tuple(changed))
+
+
+def _facts(run: DescribedRun) -> dict[str, Any]:
+    facts = {item.name: getattr(run, item.name) for item in fields(run) if item.name not in NOT_FACTS}
+    mesh = facts.pop("mesh")
+    return facts | {f"mesh.{item.name}": getattr(mesh, item.name) for item in fields(mesh)}
 
 
 def _as_published(run: DescribedRun) -> DescribedRun:
@@ -148,7 +174,11 @@ def _with_hidden(run: DescribedRun, hidden: Sequence[str]) -> DescribedRun:
     """Return a run in which what keys take from elsewhere may change everything."""
     keys = run.keys
     told = {item.key for item in keys.not_modelled if item.changes == "memory"}
-    left = tuple(UnmodelledKey(key, "memory") for key in hidden if key not in told)
+    left = tuple(
+        UnmodelledKey(key, "memory", decides=None if key in _EXTENDING else ())
+        for key in hidden
+        if key not in told
+    )
     others = tuple(key for key in keys.no_effect if key not in hidden)
     return replace(run, keys=replace(keys, no_effect=others, not_modelled=(*keys.not_modelled, *left)))
 
@@ -180,20 +210,24 @@ def _of_command(
         if named is None and launch.program == "torchtitan":
             named = environment.get("CONFIG_FILE")
         base: dict[str, Any] = {}
-        problems = list(launch.problems)
+        unread = None
         if named is not None:
             read = _beside(files, str(named))
             if isinstance(read, dict):
                 base = read
             else:
-                problems.append(f"{named} {_UNREAD}")
+                unread = f"{named} is not read here: the run that it describes is not known"
         for key, value in (*data.items(), *overrides):
             _put(base, key.split("."), value)
         if launch.fsdp is None and launch.program == "accelerate":
             launch = _merged(launch, _launched_beside(source.path, files))
-        launch = replace(launch, problems=tuple(problems))
         return reader, RunFile(
-            base, launch, source.path, environment=environment, beside=partial(_beside, files)
+            base,
+            launch,
+            source.path,
+            environment=environment,
+            beside=partial(_beside, files),
+            unread=unread,
         )
     return None
 
@@ -336,7 +370,6 @@ def _product(flags: Mapping[str, Any], per_node: str, nodes: str) -> int | None:
 
 def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> Launch:
     """Return what ``accelerate launch`` sets: its flags over those of its file."""
-    problems: list[str] = []
     data: dict[str, Any] = {}
     named = flags.get("config_file")
     if named is not None:
@@ -344,8 +377,9 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
         if isinstance(read, dict):
             data = read
         else:
-            problems.append(f"{_ACCELERATE} {named} is not read: what it sets is not known")
-    return replace(_settings(launch, flags, data, named is not None), problems=tuple(problems))
+            said = f"accelerate's file {named} is not read: what it sets is not known"
+            launch = replace(launch, unread=str(named), problems=(said,))
+    return _settings(launch, flags, data, named is not None)
 
 
 def _merged(launch: Launch, other: Launch) -> Launch:

@@ -18,12 +18,10 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.config_documents import Loss
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
 
-_TOLD = frozenset({"program", "program_version", "keys", "defaults", "notes", "problems", "mesh", "learning"})
-"""Members of a described run that are not compared as facts are."""
 _OPEN = frozenset({"sequence_length", "micro_batch", "accumulation", "lora_dropout"})
 """Facts that matter also where the source leaves them open and the other program does not."""
 _SAME_ATTENTION = {"flex": "flex_attention"}
@@ -139,7 +137,7 @@ def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, obje
     """
     for item in fields(DescribedRun):
         name = item.name
-        if name in _TOLD:
+        if name in NOT_FACTS or name == "mesh":
             continue
         wanted, got = getattr(run, name), getattr(back, name)
         if not _same(name, wanted, got):

@@ -17,7 +17,15 @@ from fsdptool.errors import PlanError
 from fsdptool.files.text import is_file
 from fsdptool.planning.options import Options
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.described_run import DescribedRun, Side
+from fsdptool.records.described_run import (
+    OWN_UNITS,
+    QUANTISED_BASES,
+    TOKEN_OBJECTIVES,
+    TORCH_DTYPES,
+    DescribedRun,
+    Side,
+    UnmodelledKey,
+)
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Bound, PlanLimit
 from fsdptool.records.recipe import (
@@ -40,21 +48,14 @@ _FILES = frozenset({
 })  # fmt: skip
 _MODEL_FILES = frozenset({"config.json", "model_index.json", "adapter_config.json"})
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""dtypes of a described run."""
 _PRECISIONS: Mapping[str | None, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
-_BASES = {"qlora": "nf4", "lora8bit": "int8"}
 _FORMATS = {"nf4": "nf4", "fp4": "nf4", "int8": "int8", "float8": "float8", "fp8": "float8"}
 """What a description of a quantised base contains, and the base of as many bits that is planned."""
 _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
     "classification": "classification", "reward": "classification",
 }  # fmt: skip
-_OVER_TOKENS = ("sft", "pretrain", "dpo", "orpo", "simpo", "kto", "grpo", "ppo")
-"""Objectives whose loss is computed from logits of every token."""
-_OWN_MODELS = ("torchtitan", "torchtune", "automodel", "verl")
-"""Programs that take the layers of a model without being told, by classes that are partly their own."""
 _LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -86,8 +87,15 @@ _SMALLER = (
 """Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
 
 
-_NOT_KNOWN = ("which is not resolved", "is not known")
-"""How problems of a described run end that may hide its model."""
+_DECIDED = {
+    "model": ("model", "family"), "precision": ("compute_dtype", "reduce_dtype"),
+    "dtype": ("stored_dtype", "base_dtype"), "offload": ("cpu_offload",), "wrap": ("wrap_classes",),
+    "gpus": ("processes",), "checkpointing": ("gradient_checkpointing",),
+    "dp_replicate": ("mesh.dp_replicate",), "dp_shard": ("mesh.dp_shard",), "cp": ("mesh.cp",),
+    "tp": ("mesh.tp",), "ep": ("mesh.ep",), "pp": ("mesh.pp",), "optimizer": ("optimizer_state_bits",),
+    "accumulation": ("global_batch",),
+}  # fmt: skip
+"""Facts that options decide beside those of their own names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +151,7 @@ def ranks_of(run: DescribedRun, given: int | None, where: str, flag: str) -> int
 def is_recipe(run: DescribedRun) -> bool:
     """Whether a recipe trains what a described run does, and not only what needs as much memory."""
     known = ("sft", "pretrain", "diffusion", "orpo", "simpo", "classification", None)
-    return run.objective in known and run.method in (None, "full", "lora", *_BASES)
+    return run.objective in known and run.method in (None, "full", "lora", *QUANTISED_BASES)
 
 
 def file_run(
@@ -169,14 +177,16 @@ def file_run(
         PlanError: The model is not known.
     """
     limits: list[PlanLimit] = [
-        PlanLimit(key.key, key.side) for key in run.keys.not_modelled if key.changes == "memory"
+        PlanLimit(key.key, key.side)
+        for key in run.keys.not_modelled
+        if key.changes == "memory" and not _is_decided(key, run, decided)
     ]
     choice = ModelChoice(_model(run, model, where))
     run = _with_dtype_of_checkpoint(run, choice)
     choice = replace(choice, **_model_settings(run))
     recipe = Recipe(
         choice,
-        method=_method(run, choice, limits),
+        method=_method(run, choice, limits, decided),
         objective=Objective(_objective(run, limits)),
         data=_data(run),
         batch=_batch(run),
@@ -189,7 +199,7 @@ def file_run(
         limits.append(PlanLimit(f"{run.objective}, which is not known of this model's family", "more"))
         recipe = replace(recipe, objective=Objective(), method=_without_reference(recipe.method))
     options: dict[str, Any] = {}
-    if run.fused_loss is not None and run.objective in _OVER_TOKENS:
+    if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
         options["loss"] = "whole" if run.fused_loss == "none" else "chunked"
     if (run.mesh.pp or 1) > 1:
         options["pp"] = run.mesh.pp
@@ -234,7 +244,7 @@ def _model(run: DescribedRun, model: str | None, where: str) -> str:
     if known is not None:
         return known
     if run.model is None:
-        why = next((f": {item}" for item in run.problems if item.endswith(_NOT_KNOWN)), "")
+        why = next((f": {item}" for item in run.unresolved), "")
         raise PlanError(f"{where} names no model{why}", help="name it: --model REFERENCE")
     raise PlanError(
         f"{where} trains {run.model}, whose sizes are not known here",
@@ -255,7 +265,7 @@ def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> Describ
         return run
     config = resolve_choice(choice).config
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    dtype = next((short for short, long in _DTYPES.items() if long == named), "bf16")
+    dtype = next((short for short, long in TORCH_DTYPES.items() if long == named), "bf16")
     decided: dict[str, Any] = dict.fromkeys(open_names, dtype)
     return replace(run, **decided)
 
@@ -264,7 +274,7 @@ def _model_settings(run: DescribedRun) -> dict[str, Any]:
     """Return the dtype of the stored model and its attention implementation."""
     frozen = run.method not in (None, "full")
     stored = run.base_dtype if frozen else run.stored_dtype
-    found: dict[str, Any] = {"dtype": _DTYPES.get(stored or "", "auto")}
+    found: dict[str, Any] = {"dtype": TORCH_DTYPES.get(stored or "", "auto")}
     if (run.attention or "").lower() == "eager":
         found["attention"] = "eager"
     return found
@@ -282,24 +292,37 @@ def _data(run: DescribedRun) -> Data:
     return Data(packing=run.packing is not False)
 
 
-def _method(run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit]) -> Method:
+def _is_decided(key: UnmodelledKey, run: DescribedRun, decided: Collection[str]) -> bool:
+    """Whether options override all that a key of unknown value leaves open."""
+    facts = {*decided, *(fact for name in decided for fact in _DECIDED.get(name, ()))}
+    if run.accumulation is not None:  # it and the micro-batch decide the global batch
+        facts.add("global_batch")
+    return bool(key.decides) and facts.issuperset(key.decides or ())
+
+
+def _method(
+    run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit], decided: Collection[str]
+) -> Method:
     if run.method in (None, "full"):
         if run.objective == "dpo":  # its reference is a frozen copy of the model
             return Method("distillation", distillation=Distillation(choice, alpha=1.0))
         return Method()
-    if run.method not in ("lora", *_BASES):
+    if run.method not in ("lora", *QUANTISED_BASES):
         limits.append(PlanLimit(f"method {run.method}: full fine-tuning is planned", "less"))
         return Method()
     targets = run.lora_targets
     words = run.quantisation or "none"
     named = next((base for word, base in _FORMATS.items() if word in words), "unchanged")
-    base = _BASES.get(str(run.method), named)
+    base = QUANTISED_BASES.get(str(run.method), named)
     if base == "unchanged" and words != "none":
         limits.append(PlanLimit(f"the base in {run.quantisation}", "less"))
+    rank = run.lora_rank if run.lora_rank is not None and run.lora_rank > 0 else None
+    if rank is None and "lora_rank" not in decided:
+        limits.append(PlanLimit("the rank of adapters, which is left open: 16 is planned", None))
     return Method(
         "lora",
         Lora(
-            rank=run.lora_rank or 16,
+            rank=rank or 16,
             dropout=min(max(run.lora_dropout or 0.0, 0.0), 0.99),
             targets=targets if targets is None else _targets(targets),
             modules_to_save=run.lora_modules_to_save,
@@ -379,7 +402,7 @@ def _sharding(run: DescribedRun) -> Sharding:
     mode = run.gradient_checkpointing
     number = run.reshard if type(run.reshard) is int and run.reshard > 0 else None
     return Sharding(
-        reduce_dtype=cast("Any", _DTYPES.get(run.reduce_dtype or "", "float32")),
+        reduce_dtype=cast("Any", TORCH_DTYPES.get(run.reduce_dtype or "", "float32")),
         reshard_after_forward=number,
         checkpointing=Checkpointing("selective") if mode == "selective" else None,
         compile=run.compile or None,
@@ -429,7 +452,7 @@ def _settings(run: DescribedRun) -> FsdpSettings:
 
 def _classes(run: DescribedRun) -> tuple[str, ...]:
     """Return the classes to wrap that a file names itself; others are those of the model's layers."""
-    if run.program in _OWN_MODELS:
+    if run.program in OWN_UNITS:
         return ()
     return tuple(name for name in run.wrap_classes or () if name.isidentifier() and name[0].isupper())
 

@@ -31,6 +31,15 @@ class DescribedMesh:
     pp: int | None = 1
 
 
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""dtypes of a described run, and the names of torch."""
+QUANTISED_BASES: Mapping[str, Literal["nf4", "int8"]] = {"qlora": "nf4", "lora8bit": "int8"}
+"""Methods with a quantised base, and its format."""
+TOKEN_OBJECTIVES = ("sft", "pretrain", "dpo", "orpo", "simpo", "kto", "grpo", "ppo")
+"""Objectives whose loss is computed from logits of every token."""
+OWN_UNITS = ("torchtitan", "torchtune", "automodel", "verl")
+"""Programs that take the layers of a model without being told, by classes that are partly their own."""
+
 Side = Literal["less", "more"]
 """Whether a run needs less or more memory for a setting that is not modelled."""
 
@@ -43,11 +52,14 @@ class UnmodelledKey:
         key: The key.
         changes: What it changes.
         side: For memory: whether the run needs less or more than without the setting; null if that depends.
+        decides: Facts of the run that change with the key, where its value cannot be read; those of the mesh
+            as ``mesh.tp``; empty if that is not known. Null where the value is read.
     """
 
     key: str
     changes: ChangedThing
     side: Side | None = None
+    decides: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,7 @@ class DescribedRun:
         defaults: What the file leaves out, with the program's values.
         notes: What else a reader of the file should know.
         problems: What the program would refuse, and what cannot be read; one line each.
+        unresolved: Those of the problems that stand for variables and files which are not read.
     """
 
     program: str
@@ -180,3 +193,10 @@ class DescribedRun:
     defaults: tuple[TakenDefault, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    unresolved: tuple[str, ...] = ()
+
+
+NOT_FACTS = frozenset(
+    {"program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning"}
+)
+"""Members of a described run that say nothing of its memory and speed."""

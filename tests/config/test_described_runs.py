@@ -115,6 +115,24 @@ def test_what_stands_elsewhere_is_named_and_not_guessed(change: str, problem: st
     assert any(problem in item for item in run.problems)
 
 
+def test_the_facts_that_an_unreadable_value_decides_are_found() -> None:
+    run = described(f"{AXOLOTL}gradient_accumulation_steps: ${{oc.env:STEPS}}\noptimizer: !include a.yaml\n")
+    found = {item.key: item.decides for item in run.keys.not_modelled if item.decides is not None}
+    assert found == {
+        "gradient_accumulation_steps": ("accumulation",),
+        "optimizer": ("optimizer", "optimizer_state_bits"),
+    }
+    variable = "gradient_accumulation_steps: ${oc.env:STEPS} is a variable, which is not resolved"
+    assert run.unresolved[1:] == (variable,)
+    assert "!include" in run.unresolved[0]
+
+
+def test_a_section_that_is_none_leaves_open_what_it_would_say() -> None:
+    run = described(f"{AXOLOTL}fsdp_config: 3\n")
+    assert run.fsdp is None
+    assert run.problems == ("fsdp_config must be a section, not '3'",)
+
+
 def test_an_interpolation_within_the_file_is_followed() -> None:
     model = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ndtype: bf16\n"
     text = f"{model}batch_size: ${{size}}\nsize: 3\n"

@@ -156,6 +156,31 @@ def test_an_option_decides_what_the_file_leaves_open(model: str, tmp_path: Path)
     assert planned(path, text, model, micro_batch=2).verdict == "fits"
 
 
+def test_an_option_decides_what_a_variable_leaves_open(model: str, tmp_path: Path) -> None:
+    text = AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: ${MB}")
+    text = text.replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: ${STEPS}")
+    path = tmp_path / "train.yaml"
+    left = planned(path, text, model)
+    one = planned(path, text, model, micro_batch=2)
+    both = planned(path, text, model, micro_batch=2, accumulation=4)
+    assert [[item.what for item in plan.inputs.limits] for plan in (left, one, both)] == [
+        [
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+            "the micro-batch, which is left open: 1 is planned",
+        ],
+        ["gradient_accumulation_steps"],
+        [],
+    ]
+    assert [plan.verdict for plan in (left, one, both)] == ["unknown", "unknown", "fits"]
+
+
+def test_adapters_of_no_rank_leave_no_certain_verdict(model: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "train.yaml", AXOLOTL.replace("lora_r: 4", "lora_r: 0")
+    assert planned(path, text, model).verdict == "unknown"
+    assert planned(path, text, model, lora_rank=4).verdict == "fits"
+
+
 def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     two, four = (planned(path, LLAMA_FACTORY, model, gpus=count) for count in (2, 4))

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, Literal
 
 from fsdptool.records.described_run import (
@@ -125,7 +126,8 @@ class Launch:
         checkpointing: Whether the launcher checkpoints activations.
         deepspeed: Whether the launcher starts DeepSpeed.
         mesh: Sizes of the mesh that the launcher's file sets; None without.
-        problems: Files that the command names and that were not read.
+        unread: Name of the launcher's file, where it was not read: it may switch FSDP on.
+        problems: Files that the command names and that were not read; one line each.
     """
 
     program: str = ""
@@ -140,6 +142,7 @@ class Launch:
     checkpointing: bool = False
     deepspeed: bool = False
     mesh: DescribedMesh | None = None
+    unread: str | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -158,6 +161,7 @@ class RunFile:
         environment: Variables that a script assigns before its command.
         beside: Reads a file that the keys name, as plain data; None where it cannot be read.
         hidden: Keys of the file whose values lie elsewhere and are not read.
+        unread: What is said of the file that holds the keys, where it was not read.
     """
 
     data: Mapping[str, Any]
@@ -168,6 +172,16 @@ class RunFile:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: Callable[[str], Any] = lambda name: None
     hidden: tuple[str, ...] = ()
+    unread: str | None = None
+
+
+_NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")
+"""How the names of accelerate files begin that do not configure FSDP, as in TRL's and diffusers' examples."""
+
+
+def may_shard(unread: str | None) -> bool:
+    """Whether an accelerate file of this name that was not read may switch FSDP on; None: there is none."""
+    return unread is not None and not PurePath(unread).name.startswith(_NO_FSDP)
 
 
 def beside(file: RunFile, *names: str | None) -> Any:
@@ -236,7 +250,11 @@ class RunReader:
         self.taken: dict[str, TakenDefault] = {}
         self.learnt: dict[str, None] = {}
         self.notes: list[str] = []
-        self.problems: list[str] = list(file.launch.problems)
+        self.problems: list[str] = []
+        self.unresolved: dict[str, None] = {}
+        for said in (file.unread, *file.launch.problems):
+            if said is not None:
+                self.unread_elsewhere(said)
 
     def raw(self, key: str) -> Any:
         """Return the value of a key, or None; the key does not count as used.
@@ -291,7 +309,7 @@ class RunReader:
                 self._wrong(key, "a text", value)
             return None
         if isinstance(value, str) and _VARIABLE.search(value):
-            self.problems.append(f"{key}: {value} is a variable, which is not resolved")
+            self._variable(key, value)
             return None
         return str(value)
 
@@ -307,8 +325,7 @@ class RunReader:
             if not _VARIABLE.search(value):
                 self._wrong(key, "a whole number", value)
                 return None
-            self.problems.append(f"{key}: {value} is a variable, which is not resolved")
-            self._misread(key)
+            self._variable(key, value)
             return None
         if value is None:
             return None
@@ -337,7 +354,9 @@ class RunReader:
         word = str(value).strip().lower()
         if word in _TRUE or word in _FALSE:
             return word in _TRUE
-        if word not in ("none", "null", ""):
+        if _VARIABLE.search(word):
+            self._variable(key, value)
+        elif word not in ("none", "null", ""):
             self._wrong(key, "true or false", value)
         return False
 
@@ -360,6 +379,20 @@ class RunReader:
         """Count keys as without effect: the program does not read them as the rest of the file is."""
         self.unread.update(keys)
 
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return a section; anything else is a problem, and none."""
+        value = self.raw(key)
+        if isinstance(value, Mapping):
+            return value
+        if value not in _INACTIVE:
+            self._wrong(key, "a section", value)
+        return {}
+
+    def unread_elsewhere(self, problem: str) -> None:
+        """Note a problem that a file or a variable is, which is not read and may set anything."""
+        self.problems.append(problem)
+        self.unresolved.setdefault(problem)
+
     def describe(self, **facts: Any) -> DescribedRun:
         """Return the run of the facts, with what became of every key."""
         for name in _WHOLE & facts.keys():
@@ -367,6 +400,9 @@ class RunReader:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 self.problems.append(f"{name}: {str(value)[:60]!r} is not a whole number")
                 facts[name] = None
+        rank = facts.get("lora_rank")
+        if rank is not None and rank < 1:
+            self.problems.append(f"the rank of adapters is {rank}: it must be positive")
         described = DescribedRun(self.keys.program, self.file.version or self.keys.version, **facts)
         learning = self._learning(described)
         keys = self._told()
@@ -377,6 +413,7 @@ class RunReader:
             defaults=tuple(self.taken.values()),
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),
+            unresolved=tuple(self.unresolved),
         )
 
     def _learning(self, run: DescribedRun) -> dict[str, str | float | bool]:
@@ -413,6 +450,10 @@ class RunReader:
             found.pop("warmup_ratio", None)
         return found
 
+    def _variable(self, key: str, value: Any) -> None:
+        self.unread_elsewhere(f"{key}: {value} is a variable, which is not resolved")
+        self._misread(key)
+
     def _wrong(self, key: str, must: str, value: Any) -> None:
         self.problems.append(_must(key, must, value))
         self._misread(key)
@@ -429,7 +470,7 @@ class RunReader:
         effects: tuple[tuple[ChangedThing, Collection[str]], ...] = (
             ("memory", self.keys.memory), ("time", self.keys.time), ("numbers", self.keys.numbers),
         )  # fmt: skip
-        not_modelled += (UnmodelledKey(key, "memory") for key in self.wrong)
+        not_modelled += (UnmodelledKey(key, "memory", decides=()) for key in self.wrong)
         for key, value in self._unread(self.data, ""):
             if key in self.wrong:
                 continue

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptool.config.dialects.run_reader import Learned
 from fsdptool.errors import ConfigError
-from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.described_run import OWN_UNITS, DescribedRun
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.source.known_models import hub_id_of, layer_classes_of
 
@@ -23,8 +23,6 @@ _PAGED = {
     "pagedadamw": "paged_adamw_32bit", "paged_adamw": "paged_adamw_32bit",
     "pagedadamw32bit": "paged_adamw_32bit", "pagedadamw8bit": "paged_adamw_8bit",
 }  # fmt: skip
-_OWN_UNITS = frozenset({"torchtitan", "torchtune", "automodel", "verl"})
-"""Programs whose descriptions name the units that they form themselves."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LOCAL = re.compile(r"(?:[./~]|data/).*|.*\.(?:jsonl?|parquet|csv|arrow|txt)")
 PLACEHOLDER = "YOUR-DATASET"
@@ -161,7 +159,7 @@ class RunWriter:
         """Return the classes of layers to wrap, as transformers names them; empty: those of the model."""
         run = self.run
         named = tuple(name for name in run.wrap_classes or () if name.isidentifier() and name[0].isupper())
-        if run.program in _OWN_UNITS or (run.wrap_classes and not named):
+        if run.program in OWN_UNITS or (run.wrap_classes and not named):
             named = layer_classes_of(run.family)
         if named != run.wrap_classes:
             self.lose(f"{self.program} wraps the layers of the model", "wrap_classes")

@@ -212,14 +212,18 @@ def _checkpointing(read: RunReader, adapter: str, by_fsdp: bool) -> dict[str, An
 
 def _fsdp(read: RunReader) -> tuple[Any, dict[str, Any]]:
     """Return the version of FSDP and what its block says; without a version it is 1 (validation.py:1216)."""
-    words, block = read.value("fsdp"), read.raw("fsdp_config")
+    words, block = read.value("fsdp"), read.section("fsdp_config")
     if not words and not block:
-        return "none", {"wrap_classes": None, "reshard": None, "cpu_offload": False, "checkpoints": False}
+        open_or_none = None if read.has("fsdp_config") and read.raw("fsdp_config") != {} else "none"
+        return open_or_none, {
+            "wrap_classes": None,
+            "reshard": None,
+            "cpu_offload": False,
+            "checkpoints": False,
+        }
 
     def get(name: str) -> Any:
-        return (
-            read.value(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}") if isinstance(block, dict) else None
-        )
+        return read.value(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}")
 
     version = read.whole("fsdp_version") or get("version") or 1
     wrap = get("transformer_layer_cls_to_wrap")

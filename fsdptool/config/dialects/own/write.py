@@ -9,7 +9,12 @@ from fsdptool.config.dialects.run_writer import RunWriter, dataset_id, optimizer
 from fsdptool.config.recipe import dump_recipe
 from fsdptool.config.writer import write_settings
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.described_run import (
+    QUANTISED_BASES,
+    TOKEN_OBJECTIVES,
+    TORCH_DTYPES,
+    DescribedRun,
+)
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import (
     Batch,
@@ -27,19 +32,18 @@ from fsdptool.records.recipe import (
 )
 from fsdptool.records.sharding import FsdpSettings
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "checkpoint": "bfloat16"}
-_BASES = {"qlora": "nf4", "lora8bit": "int8"}
+_DTYPES = {**TORCH_DTYPES, "checkpoint": "bfloat16"}
 _ATTENTION = {name: name for name in ("sdpa", "eager", "flash_attention_2")}
 _OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd", "muon")
 _FROM_CONFIG = ("torchtitan", "automodel", "fsdptool")
 """Programs whose pretraining starts from random weights."""
-_OVER_TOKENS = ("sft", "pretrain", "dpo", "orpo", "simpo")
+_TRAINED = ("sft", "pretrain", "dpo", "orpo", "simpo", "classification", "diffusion")
 
 
 def write(to: RunWriter) -> None:
     """Set the text of a recipe, and of the accelerate file beside it."""
     run = to.run
-    to.need_objective(*_OVER_TOKENS, "classification", "diffusion")
+    to.need_objective(*_TRAINED)
     choice = _model(to)
     recipe = Recipe(
         choice,
@@ -94,14 +98,14 @@ def _method(to: RunWriter, choice: ModelChoice) -> Method:
             to.lose("the reference of dpo is the teacher of a distillation", "method")
             return Method("distillation", distillation=Distillation(choice, alpha=1.0))
         return Method()
-    if run.method not in ("lora", *_BASES):
+    if run.method not in ("lora", *QUANTISED_BASES):
         why = f"recipes have no method {run.method}: every parameter trains"
         to.lose(
             why, "method", "lora_rank", "lora_targets", "lora_dropout", "lora_modules_to_save", "quantisation"
         )
         to.lose(why, "learning.lora_alpha")
         return Method()
-    base = _BASES.get(str(run.method), "unchanged")
+    base = QUANTISED_BASES.get(str(run.method), "unchanged")
     to.lose("a recipe names the base by its format: nf4, int8, float8", "quantisation")
     targets = run.lora_targets
     names = (targets,) if isinstance(targets, str) else targets or ()
@@ -109,7 +113,7 @@ def _method(to: RunWriter, choice: ModelChoice) -> Method:
     if wild or any(" " in name for name in names):
         to.lose("all linear layers of the blocks are adapted", "lora_targets")
         targets = "all-linear"
-    rank = run.lora_rank or 16
+    rank = max(run.lora_rank or 16, 1)
     return Method(
         "lora",
         Lora(
@@ -136,7 +140,7 @@ def _objective(to: RunWriter) -> Objective:
         to.lose("recipes train every token, unless data.options names messages or prompts", "objective")
         name = None
     fused = None
-    if run.objective in _OVER_TOKENS and run.fused_loss is not None:
+    if run.objective in TOKEN_OBJECTIVES and run.fused_loss is not None:
         fused = run.fused_loss != "none"
     to.lose("recipes compute the loss whole or in chunks", "fused_loss")
     return Objective(name, fused=fused)

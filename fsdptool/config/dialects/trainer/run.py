@@ -168,7 +168,7 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         named = block
         block = read.file.beside(named)
         if block is None:
-            read.problems.append(f"fsdp_config {named} is not read: what it sets is not known")
+            read.unread_elsewhere(f"fsdp_config {named} is not read: what it sets is not known")
     if not on and not launch.fsdp:
         return {
             "fsdp": "none",

@@ -15,6 +15,7 @@ from fsdptool.config.dialects.run_reader import (
     RunReader,
     dtype_word,
     global_batch,
+    may_shard,
     names,
     state_bits,
 )
@@ -186,7 +187,9 @@ def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
     data = read.file.beside(named)
     if not isinstance(data, dict):
         if named not in ("single_gpu", "multi_gpu"):
-            read.problems.append(f"accelerate_config {named} is not read: what it sets is not known")
+            read.unread_elsewhere(f"accelerate_config {named} is not read: what it sets is not known")
+        if may_shard(named):
+            facts |= {"fsdp": None, "cpu_offload": None}
         return
     block = data.get("fsdp_config") or {}
     if str(data.get("distributed_type")).upper() == "FSDP":
