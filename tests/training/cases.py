@@ -31,6 +31,11 @@ from fsdptool.runs.folder import RunInputs
 from fsdptool.source import resolve
 
 STEPS = 50
+FEW = 4
+"""Steps of runs that differ in their layout alone: optimizers have states from the second on.
+
+Runs of fifty steps are one decoder's in test_numerics.py and every one's in benchmarks/training/numerics.py.
+"""
 MICRO_BATCHES = 4
 SAMPLES = 2
 LENGTH = 12

@@ -95,7 +95,7 @@ class Pool:
             if not ready:
                 self.close()
                 raise TimeoutError(f"ranks {sorted(pending.values())} did not answer within {timeout} s")
-            for connection in cast(list[Connection], ready):
+            for connection in cast("list[Connection]", ready):
                 rank = pending.pop(connection)
                 try:
                     good, value = connection.recv()
@@ -116,7 +116,7 @@ class Pool:
     def _failures(self, pending: dict[Any, int]) -> list[str]:
         """Give the other ranks a moment to fail, too: theirs may be the cause."""
         found = []
-        for connection in cast(list[Connection], wait(list(pending), timeout=1.0)):
+        for connection in cast("list[Connection]", wait(list(pending), timeout=1.0)):
             try:
                 good, value = connection.recv()
             except EOFError:

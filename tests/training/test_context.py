@@ -9,7 +9,7 @@ from typing import Any
 
 import context_cases as cases
 import pytest
-from cases import CASES, LLAMA, inputs_for, prepare_case
+from cases import CASES, FEW, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import hold
@@ -24,7 +24,6 @@ from fsdptool.records.recipe import Data, Sharding
 pytestmark = pytest.mark.distributed
 
 SPLIT = ParallelDims(dp_shard=1, cp=2)
-STEPS = 12
 
 RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, SPLIT),
@@ -51,8 +50,8 @@ RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 def test_split_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
-    results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
-    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    results = pool.run(train, world, name, folder, recipe, mesh, FEW)
+    losses, weights, _ = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
@@ -71,8 +70,8 @@ def test_keys_and_values_passed_round_train_as_gathered_ones(pool: Pool, tmp_pat
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
     recipe = dataclasses.replace(recipe, data=Data(packing=False))
     settings = {"cp_comm_strategy": "alltoall", **changes}
-    results = pool.run(train, world, name, folder, recipe, mesh, STEPS, 4, settings)
-    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    results = pool.run(train, world, name, folder, recipe, mesh, FEW, 4, settings)
+    losses, weights, _ = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
@@ -94,8 +93,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_way_to_shard_suits_split_sequences(pool: Pool, tmp_path: Path, variant: str) -> None:
     changes, settings = VARIANTS[variant]
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", **changes)
-    results = pool.run(train, 2, "causal", folder, recipe, SPLIT, STEPS, 4, settings)
-    losses, weights, _ = hold(results, "causal", recipe, steps=STEPS)
+    results = pool.run(train, 2, "causal", folder, recipe, SPLIT, FEW, 4, settings)
+    losses, weights, _ = hold(results, "causal", recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
@@ -103,8 +102,8 @@ def test_every_way_to_shard_suits_split_sequences(pool: Pool, tmp_path: Path, va
 def test_every_tensor_agrees_in_double_precision(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["packed"], tmp_path, "full")
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype="float64"))
-    results = pool.run(train, 2, "packed", folder, recipe, SPLIT, STEPS)
-    losses, weights, worst = hold(results, "packed", recipe, steps=STEPS)
+    results = pool.run(train, 2, "packed", folder, recipe, SPLIT, FEW)
+    losses, weights, worst = hold(results, "packed", recipe, steps=FEW)
     assert losses <= 1e-12
     assert weights <= 1e-12
     assert worst <= 1e-11

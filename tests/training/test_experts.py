@@ -8,7 +8,7 @@ from typing import Any
 
 import context_cases
 import pytest
-from cases import CASES, inputs_for, prepare_case
+from cases import CASES, FEW, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import hold
@@ -18,7 +18,6 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Recipe
 
-STEPS = 12
 ADAFACTOR = dataclasses.replace(CLIPPED, name="adafactor")
 RUNS: dict[str, tuple[str, str, int, int, ParallelDims | None, dict[str, Any]]] = {
     "each rank its own experts": ("qwen3 moe", "full", 2, 2, None, {}),
@@ -68,8 +67,8 @@ def test_experts_of_other_ranks_train_as_ones_own(pool: Pool, tmp_path: Path, ru
     sequence = changes.pop("sequence", False) if (changes := dict(changes)) else False
     recipe, folder = prepare_case(CASES[name], tmp_path, method, **changes)
     recipe = spread(recipe, ranks, sequence_parallel=sequence)
-    results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
-    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    results = pool.run(train, world, name, folder, recipe, mesh, FEW)
+    losses, weights, _ = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
     # Where ranks outnumber the experts that they share, each holds a part of every expert.

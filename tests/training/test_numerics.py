@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import reference
-from cases import CASES, STEPS, UNET, deeper, prepare_case
+from cases import CASES, FEW, STEPS, deeper, prepare_case
 from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
@@ -51,9 +51,9 @@ def hold(
 
 @pytest.mark.parametrize(("name", "method", "world"), MATRIX)
 def test_steps_equal_a_plain_loop(pool: Pool, tmp_path: Path, name: str, method: str, world: int) -> None:
-    """Fifty steps of a decoder, eight of the others, five where units are many (convolutions)."""
+    """Fifty steps of a decoder, a few of the others."""
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
-    steps = 5 if CASES[name].config is UNET else STEPS if (name, method) == ("causal", "full") else 8
+    steps = STEPS if (name, method) == ("causal", "full") else FEW
     results = pool.run(train, world, name, folder, recipe, None, steps)
     losses, weights, _ = hold(results, name, recipe, steps=steps)
     assert losses <= 1e-5
@@ -65,8 +65,8 @@ def test_steps_equal_a_plain_loop(pool: Pool, tmp_path: Path, name: str, method:
 def test_every_tensor_agrees_in_double_precision(pool: Pool, tmp_path: Path, name: str) -> None:
     recipe, folder = prepare_case(CASES[name], tmp_path, "full")
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype="float64"))
-    results = pool.run(train, 2, name, folder, recipe, None, 10)
-    losses, weights, worst = hold(results, name, recipe, steps=10)
+    results = pool.run(train, 2, name, folder, recipe, None, FEW)
+    losses, weights, worst = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-12
     assert weights <= 1e-12
     assert worst <= 1e-11
@@ -75,7 +75,8 @@ def test_every_tensor_agrees_in_double_precision(pool: Pool, tmp_path: Path, nam
 def test_every_tensor_agrees_under_sgd(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full")
     recipe = dataclasses.replace(recipe, optimizer=MOMENTUM)
-    losses, _, worst = hold(pool.run(train, 2, "causal", folder, recipe), "causal", recipe)
+    results = pool.run(train, 2, "causal", folder, recipe, None, 12)
+    losses, _, worst = hold(results, "causal", recipe, steps=12)
     assert losses <= 1e-5
     assert worst <= 1e-5
 
@@ -85,8 +86,8 @@ def test_every_way_to_shard_gives_the_same_run(pool: Pool, tmp_path: Path, varia
     world, mesh, changes, settings = VARIANTS[variant]
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", **{"optimizer": CLIPPED, **changes})
     # Twelve micro-batches divide by one, two, three and four ranks, and accumulate on each.
-    results = pool.run(train, world, "causal", folder, recipe, mesh, 6, 12, settings)
-    losses, weights, _ = hold(results, "causal", recipe, steps=6, count=12)
+    results = pool.run(train, world, "causal", folder, recipe, mesh, FEW, 12, settings)
+    losses, weights, _ = hold(results, "causal", recipe, steps=FEW, count=12)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
@@ -96,8 +97,8 @@ def test_replicated_adapters_stay_equal_on_all_ranks(
     pool: Pool, tmp_path: Path, mesh: ParallelDims | None
 ) -> None:
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "lora_replicated", optimizer=CLIPPED)
-    results = pool.run(train, 4, "causal", folder, recipe, mesh, 6)
-    losses, weights, _ = hold(results, "causal", recipe, steps=6)
+    results = pool.run(train, 4, "causal", folder, recipe, mesh, FEW)
+    losses, weights, _ = hold(results, "causal", recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
     adapters = results[0]["proof"]["replicated"]
@@ -106,8 +107,8 @@ def test_replicated_adapters_stay_equal_on_all_ranks(
 
 def test_fused_experts_are_adapted(pool: Pool, tmp_path: Path) -> None:
     recipe, folder = prepare_case(CASES["moe"], tmp_path, "lora_parameters")
-    results = pool.run(train, 2, "moe", folder, recipe, None, 6)
-    losses, weights, _ = hold(results, "moe", recipe, steps=6)
+    results = pool.run(train, 2, "moe", folder, recipe, None, FEW)
+    losses, weights, _ = hold(results, "moe", recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
     moved = {

@@ -9,7 +9,7 @@ from typing import Any
 import context_cases
 import pytest
 import torch
-from cases import CASES, LLAMA, inputs_for, prepare_case
+from cases import CASES, FEW, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
 from test_numerics import hold
@@ -24,7 +24,6 @@ from fsdptool.training.export.api import Saved
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 12
 SEQUENCE = Sharding(sequence_parallel=True)
 RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
     "full, two ranks": ("causal", "full", 2, ParallelDims(dp_shard=1, tp=2)),
@@ -52,8 +51,8 @@ RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 def test_divided_layers_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
-    results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
-    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    results = pool.run(train, world, name, folder, recipe, mesh, FEW)
+    losses, weights, _ = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
@@ -77,8 +76,8 @@ SEQUENCE_RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 def test_divided_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = SEQUENCE_RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method, sharding=SEQUENCE)
-    results = pool.run(train, world, name, folder, recipe, mesh, STEPS)
-    losses, weights, _ = hold(results, name, recipe, steps=STEPS)
+    results = pool.run(train, world, name, folder, recipe, mesh, FEW)
+    losses, weights, _ = hold(results, name, recipe, steps=FEW)
     assert losses <= 1e-5
     assert weights <= 1e-5
 
