@@ -2,8 +2,8 @@
 
 A fault is an operator, a constant or a condition that is changed. The same seed plants the same faults. Each
 is planted in a copy of the checkout, never in the checkout itself; first the test files run that import the
-module, then the other files of the package's folder. A fault that no test notices is one for which a test is
-missing, or one that changes nothing that can be observed.
+module or share a word with its path, then the other files of the package's folder. A fault that no test
+notices is one for which a test is missing, or one that changes nothing that can be observed.
 
 Usage: python benchmarks/tests/mutate.py --count 60 --output benchmarks/results/mutation.jsonl
 """
@@ -15,9 +15,11 @@ import ast
 import copy
 import json
 import random
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +129,18 @@ def choose(count: int, seed: int) -> list[Fault]:
     return chosen
 
 
-def imported_by(path: Path, helpers: dict[str, Path]) -> set[str]:
+@cache
+def _helpers() -> dict[str, Path]:
+    """Return the files that tests share, by name."""
+    found = (ROOT / "tests").rglob("*.py")
+    return {path.stem: path for path in found if not path.stem.startswith(("test_", "conf"))}
+
+
+@cache
+def imported_by(path: Path, deep: bool = True) -> frozenset[str]:
     """Return the dotted names that a test file imports, also through other files of the tests."""
     found: set[str] = set()
+    helpers = _helpers() if deep else {}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -137,22 +148,25 @@ def imported_by(path: Path, helpers: dict[str, Path]) -> set[str]:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for name in found & helpers.keys():
         if helpers[name] != path:
-            found = found | imported_by(helpers[name], {})
-    return found
+            found = found | imported_by(helpers[name], deep=False)
+    return frozenset(found)
 
 
-def tests_of(fault: Fault) -> tuple[list[str], list[str]]:
-    """Return the test files that import the module of a fault, and the other ones of its package's folder."""
+def tests_of(fault: Fault) -> list[str]:
+    """Return the test files that import the module of a fault, then the others of its package's folder."""
     dotted = fault.module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     package = dotted.split(".")[1]
     tests = ROOT / "tests"
-    helpers = {path.stem: path for path in tests.rglob("*.py") if not path.stem.startswith(("test_", "conf"))}
     files = sorted(tests.rglob("test_*.py"), key=lambda path: path.stat().st_size)
-    near = [path for path in files if dotted in imported_by(path, helpers)]
+    words = set(re.split(r"[._]", dotted)[2:])
     folder = tests / FOLDERS.get(package, package)
-    others = [path for path in files if path.parent == folder and path not in near]
-    names = [[path.relative_to(ROOT).as_posix() for path in group] for group in (near, others)]
-    return names[0], names[1]
+
+    def distance(path: Path) -> int:
+        shared = len(words & set(path.stem.split("_")))
+        return 0 if dotted in imported_by(path) else 9 - shared
+
+    chosen = [path for path in files if path.parent == folder or not distance(path)]
+    return [path.relative_to(ROOT).as_posix() for path in sorted(chosen, key=distance)]
 
 
 def judge(fault: Fault, folder: Path, marks: str) -> str:
@@ -160,10 +174,7 @@ def judge(fault: Fault, folder: Path, marks: str) -> str:
     path = folder / fault.module
     whole = path.read_bytes()
     with replaced(path, whole[: fault.start] + fault.planted.encode() + whole[fault.end :]):
-        for files in tests_of(fault):
-            if files and (failed := failing_test(folder, ["-m", marks, *files])):
-                return failed
-    return ""
+        return failing_test(folder, ["-m", marks, *tests_of(fault)])
 
 
 def main() -> None:
