@@ -340,8 +340,8 @@ FAULTS = (
         "19",
         "inputs of blocks stay on the device after they were copied",
         _OFFLOAD,
-        "            if kept not in self._kept:\n                kept.leave()\n",
-        "            if kept not in self._kept:\n                continue\n",
+        "            if kept not in self.inputs:\n                kept.leave()\n",
+        "            if kept not in self.inputs:\n                continue\n",
         _IN_ACTIVATIONS,
     ),
     PlantedFault(

@@ -342,7 +342,7 @@ def _sequence(anatomy: Anatomy) -> int | None:
 
 def expand(
     paths: Iterable[Path],
-    excluded: Callable[[Path], bool] = lambda path: False,
+    excluded: Callable[[Path], bool] = lambda _path: False,
     suffixes: tuple[str, ...] = (".yaml", ".yml", ".json", ".toml"),
 ) -> dict[Path, bool]:
     """Return the files to read, each once, and whether it was named itself (not found in a folder).

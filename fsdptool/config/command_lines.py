@@ -452,18 +452,16 @@ class _Reader:
             overrides += list(_assignments(command.words))
         if named is None:
             if program in ("trl", "llamafactory"):
-                return self._from_root(program, command, self._root(command), overrides)
+                return self._from_root(program, self._root(command), overrides)
             return None
         document = self._read(named, "the configuration file", program)
         if document is None or document.root is None:
             line = self._of(None, command, [], None)
             line.refused = True
             return line
-        return self._from_root(program, command, document.root, overrides)
+        return self._from_root(program, document.root, overrides)
 
-    def _from_root(
-        self, program: str, command: Command, root: Node, overrides: list[tuple[list[str], Entry]]
-    ) -> Line:
+    def _from_root(self, program: str, root: Node, overrides: list[tuple[list[str], Entry]]) -> Line:
         for path, entry in overrides:
             if program != "torchtitan" or len(path) > 1:
                 root = self._put(root, path, entry)

@@ -108,7 +108,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype | None, exact: Collection[s
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kept = {name: value for name, value in kwargs.items() if name in exact}
         return _apply_to_tensors(cast, args), {**_apply_to_tensors(cast, kwargs), **kept}
 
@@ -224,7 +224,7 @@ def gather_in_float8(model: nn.Module, plan: UnitPlan, session: Session) -> None
     group = mesh.get_group(mesh.ndim - 1)
 
     @torch.no_grad()
-    def scale(module: nn.Module, arguments: object) -> None:
+    def scale(_module: nn.Module, _arguments: object) -> None:
         largest = torch.stack(torch._foreach_norm([cast._tensor for cast in casts], ord=math.inf))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         for cast, value in zip(casts, amax_to_scale(largest, casts[0]._dtype).unbind(), strict=True):
@@ -303,11 +303,11 @@ def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> 
     order: dict[int, FSDPModule] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def note(module: nn.Module, arguments: object) -> None:
+    def note(module: nn.Module, _arguments: object) -> None:
         state = id(module._get_fsdp_state())  # type: ignore[operator]
         order.setdefault(state, by_state[state])
 
-    def chain_units(module: nn.Module, arguments: object, output: object) -> None:
+    def chain_units(_module: nn.Module, _arguments: object, _output: object) -> None:
         for hook in hooks:
             hook.remove()
         chain = list(order.values())

@@ -227,7 +227,7 @@ def sizes_of(module: nn.Module) -> tuple[tuple[str, int], ...]:
         for name, value in vars(module).items()
         if (type(value) is int and value > 0 and name not in _NUMBERS) or (name in _FLAGS)
     }
-    config, kind = getattr(module, "config", None), cast(Any, type(module))
+    config, kind = getattr(module, "config", None), cast("Any", type(module))
     for name in _config_reads(kind) if config is not None else ():
         value = getattr(config, name, None)
         if type(value) is int and value > 0:

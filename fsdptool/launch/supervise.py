@@ -79,7 +79,7 @@ class Supervisor:
         *,
         max_restarts: int = 0,
         signals: Sequence[int] = (),
-        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda _event: None,
     ) -> None:
         self._folder = folder
         self._command = command
@@ -162,7 +162,7 @@ class Supervisor:
         try:
             self._on_event(event)
         except OSError:
-            self._on_event = lambda event: None
+            self._on_event = lambda _event: None
 
     def _request_stop(self, rank: _Rank) -> None:
         if rank.local and rank.state == "running":

@@ -51,27 +51,27 @@ class _Block:
     def __init__(self, inputs: Iterable[object], before: _Block | None) -> None:
         self._before = weakref.ref(before) if before is not None else None
         self._returning = False
-        self._kept: list[_Kept] = []
+        self.inputs: list[_Kept] = []
         for tensor in inputs:
             if not isinstance(tensor, torch.Tensor) or isinstance(tensor, nn.Parameter):
                 continue
-            if tensor.nbytes <= tensor.untyped_storage().nbytes() and self._find(tensor) is None:
-                shared = before._find(tensor) if before is not None else None
-                self._kept.append(shared or _Kept(tensor.detach()))
+            if tensor.nbytes <= tensor.untyped_storage().nbytes() and self.find(tensor) is None:
+                shared = before.find(tensor) if before is not None else None
+                self.inputs.append(shared or _Kept(tensor.detach()))
 
     def send(self, following: _Block) -> None:
         """Copy the inputs to the host, and let go of those of the block before, whose copies are done."""
-        for kept in self._kept:
-            if kept not in following._kept:
+        for kept in self.inputs:
+            if kept not in following.inputs:
                 kept.send()
         before = self._before() if self._before is not None else None
-        for kept in before._kept if before is not None else ():
-            if kept not in self._kept:
+        for kept in before.inputs if before is not None else ():
+            if kept not in self.inputs:
                 kept.leave()
 
     def pack(self, tensor: torch.Tensor) -> _Kept | torch.Tensor:
         """Return what autograd holds instead of an input."""
-        return self._find(tensor) or tensor
+        return self.find(tensor) or tensor
 
     def unpack(self, packed: _Kept | torch.Tensor) -> torch.Tensor:
         """Return an input on its device; fetch the inputs of the block before, which is next in backward."""
@@ -81,15 +81,15 @@ class _Block:
         if not self._returning:
             self._returning = True
             for block in (self, before):
-                for kept in block._kept if block is not None else ():
+                for kept in block.inputs if block is not None else ():
                     kept.fetch()
         tensor = packed.arrive()
-        if before is None or packed not in before._kept:
+        if before is None or packed not in before.inputs:
             packed.leave()
         return tensor
 
-    def _find(self, tensor: torch.Tensor) -> _Kept | None:
-        return next((kept for kept in self._kept if kept.holds(tensor)), None)
+    def find(self, tensor: torch.Tensor) -> _Kept | None:
+        return next((kept for kept in self.inputs if kept.holds(tensor)), None)
 
 
 class _Kept:

@@ -53,7 +53,7 @@ class SequenceParts:
         """Return the hook of the first block, which takes this rank's part of its input."""
         first = _arguments(block)[0]
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             value = args[0] if args else kwargs[first]
             self._whole = self._measure(value)
             if self._whole is None:
@@ -79,11 +79,11 @@ class SequenceParts:
         # Samples grow token by token. Without gradients the undivided forward is the same.
         return None
 
-    def end(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def end(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         """Gather what the final norm returns."""
         return output if self._whole is None else collect(output, self._group, 1)
 
-    def complete_routers(self, module: nn.Module, args: Any, output: Any) -> None:
+    def complete_routers(self, _module: nn.Module, _args: Any, output: Any) -> None:
         """Gather the routers' logits among a model's outputs: load is balanced over whole sequences."""
         logits = getattr(output, "router_logits", None)
         if self._whole is not None and logits:
@@ -97,7 +97,7 @@ class SequenceParts:
         """
         names = _arguments(region)
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # The hidden states come first; what else a region takes is told by them.
             if args:
                 args = (self._hidden(path, args[0]), *args[1:])

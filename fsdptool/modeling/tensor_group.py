@@ -138,11 +138,11 @@ class _Leave(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+    def forward(_ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         return _no_view(group.sum(value.contiguous()), value.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

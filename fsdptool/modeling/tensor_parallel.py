@@ -75,7 +75,7 @@ def split(model: nn.Module, plan: UnitPlan, group: TensorGroup) -> None:
                 _divide_layer(layer, item, group, leaving if item.path in sums else None)
     split_layers = {item.path for item in tensor.modules}
     for path in sums - split_layers:
-        _module(model, path).register_forward_hook(lambda module, args, output: leaving(output))
+        _module(model, path).register_forward_hook(lambda _module, _args, output: leaving(output))
     for name in tensor.shared:
         path, _, leaf = name.rpartition(".")
         _share(_module(model, path), leaf, group.size)
@@ -203,13 +203,13 @@ def _divide_attributes(module: nn.Module, sizes: Mapping[str, int], size: int) -
 def _share(module: nn.Module, name: str, size: int) -> None:
     """Let a module compute with a ``size``-th of a whole parameter, which every rank adds before the sum."""
 
-    def divide(module: nn.Module, args: Any) -> None:
+    def divide(module: nn.Module, _args: Any) -> None:
         whole = module._parameters[name]
         assert whole is not None
         held.append(whole)
-        module._parameters[name] = cast(nn.Parameter, whole / size)
+        module._parameters[name] = cast("nn.Parameter", whole / size)
 
-    def restore(module: nn.Module, args: Any, output: Any) -> None:
+    def restore(module: nn.Module, _args: Any, _output: Any) -> None:
         module._parameters[name] = held.pop()
 
     held: list[nn.Parameter] = []
@@ -231,7 +231,7 @@ def _entry(region: nn.Module, group: TensorGroup, divided: frozenset[str]) -> Ca
         whole = isinstance(value, Tensor) and value.requires_grad and name not in divided
         return enter(value, group) if whole else value
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Further positional arguments have no name.
         named = zip(chain(names, repeat("")), args, strict=False)
         return tuple(entered(n, v) for n, v in named), {n: entered(n, v) for n, v in kwargs.items()}

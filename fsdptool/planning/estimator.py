@@ -21,6 +21,7 @@ from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.reserved_peaks import ReservedPeaks
 from fsdptool.planning.search_point import at_point, point_of
+from fsdptool.planning.stage_cut import VirtualStage, cut_trace, cut_units
 from fsdptool.planning.step_time import (
     ModuleSeconds,
     Timing,
@@ -113,6 +114,7 @@ class Estimator:
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _ranks: dict[Any, RankState] = field(default_factory=dict)
+    _stage: VirtualStage | None = None
     _reserved: ReservedPeaks = field(init=False)
     _teacher: Anatomy | None = None
     _trained: TrainedModel | None = None
@@ -122,7 +124,7 @@ class Estimator:
 
     def __post_init__(self) -> None:
         """Open the cache of reserved peaks."""
-        self._reserved = ReservedPeaks(self.anatomy)
+        self._reserved = ReservedPeaks(self.anatomy, self._stage)
 
     def candidate(
         self,
@@ -268,6 +270,23 @@ class Estimator:
     def trace_of(self, point: SearchPoint, cluster: Cluster) -> Trace:
         """Return what one micro-batch does at a point."""
         return self._trace(self._at(point, cluster)[0])[1]
+
+    def of_stage(self, stage: VirtualStage, trace: Trace) -> Estimator:
+        """Return what evaluates a virtual stage as if it were a model of its own.
+
+        Args:
+            stage: A part of the model.
+            trace: The whole model's, at any point.
+        """
+        return replace(
+            self,
+            _traces={key: cut_trace(item, stage) for key, item in self._traces.items()},
+            _units={key: cut_units(item, trace, stage) for key, item in self._units.items()},
+            _costs={},
+            _flops={},
+            _ranks={},
+            _stage=stage,
+        )
 
     def units_of(self, point: SearchPoint, cluster: Cluster) -> UnitPlan:
         """Return the units at a point."""

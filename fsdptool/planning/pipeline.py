@@ -17,8 +17,7 @@ from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import expands
 from fsdptool.planning.overlap import StepTime, network_bandwidth
 from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
-from fsdptool.planning.reserved_peaks import ReservedPeaks
-from fsdptool.planning.stage_cut import VirtualStage, cut_trace, cut_units, divide, find_stack, sent_bytes
+from fsdptool.planning.stage_cut import VirtualStage, divide, find_stack, sent_bytes
 from fsdptool.planning.step_time import Timing
 from fsdptool.planning.verdict import check_fit
 from fsdptool.records.cluster import Cluster, Machine
@@ -200,18 +199,10 @@ def _evaluate(
     replay: bool = False,
 ) -> Candidate:
     """Return what a virtual stage needs as if it were a model of its own, with one micro-batch in flight."""
-    trace = estimator.trace_of(point, cluster)
-    staged = replace(
-        estimator,
-        _traces={key: cut_trace(item, part) for key, item in estimator._traces.items()},
-        _units={key: cut_units(item, trace, part) for key, item in estimator._units.items()},
-        _costs={},
-        _flops={},
-        _ranks={},
-    )
-    staged._reserved = ReservedPeaks(estimator.anatomy, part)
     name = f"{part.stack}.{part.first}"
-    return staged.candidate(name, point, cluster, machine, detail=True, replay=replay)
+    return estimator.of_stage(part, estimator.trace_of(point, cluster)).candidate(
+        name, point, cluster, machine, detail=True, replay=replay
+    )
 
 
 def _reserved(

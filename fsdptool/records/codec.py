@@ -58,7 +58,7 @@ def from_json(record: type[T], data: Any, *, where: str = "") -> T:
     Raises:
         ConfigError: A field is unknown, missing or of the wrong type; the message names it.
     """
-    result = _record(cast(Any, record))(data, (where or record.__name__,))
+    result = _record(cast("Any", record))(data, (where or record.__name__,))
     return result  # type: ignore[no-any-return]
 
 
@@ -88,7 +88,7 @@ def _converter(annotation: Annotation) -> _Converter:
 def _of_kind(kind: Kind) -> _Converter:
     match kind.shape:
         case Shape.ANY:
-            return lambda data, path: data
+            return lambda data, _path: data
         case Shape.CHOICE:
             return _one_of(kind.choices)
         case Shape.LIST | Shape.TUPLE:

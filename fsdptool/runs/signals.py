@@ -75,7 +75,7 @@ class SignalFlag:
                     self.request(number)
 
 
-def _ignore_in_python(number: int, frame: object) -> None:
+def _ignore_in_python(number: int, _frame: object) -> None:
     """Python's side of a signal: the thread has done the work."""
 
 
@@ -129,7 +129,7 @@ class StopSignals:
         """The signal that ended the work, or 0."""
         return self.taken[0] if self.taken and not self._collecting else 0
 
-    def take(self, number: int, frame: object) -> None:
+    def take(self, number: int, _frame: object) -> None:
         """Handle a signal. It may come in the middle of anything, a write to the terminal included."""
         self.taken.append(number)
         if not self._collecting:

@@ -42,7 +42,7 @@ class HubFiles:
         from huggingface_hub import try_to_load_from_cache
 
         path = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
-        return self._located(path, name) if isinstance(path, str) else None
+        return self._located(path) if isinstance(path, str) else None
 
     def fetch(self, name: str) -> Path | None:
         """Return the local path of ``name``, downloading it if need be; None if the repository lacks it.
@@ -85,7 +85,7 @@ class HubFiles:
         except Exception as error:
             # The HTTP library under huggingface_hub differs by version; all it raises means the same here.
             raise self._missing(f"the Hub cannot be reached ({_words(error)})") from error
-        return self._located(path, name)
+        return self._located(path)
 
     def offline(self) -> bool:
         """Whether huggingface_hub is offline (``HF_HUB_OFFLINE``)."""
@@ -100,7 +100,7 @@ class HubFiles:
         entry = try_to_load_from_cache(self.repo_id, name, revision=self.revision)
         return entry is not None and not isinstance(entry, str)
 
-    def _located(self, path: str, name: str) -> Path:
+    def _located(self, path: str) -> Path:
         parts = Path(path).parts
         if "snapshots" in parts:
             at = len(parts) - 1 - parts[::-1].index("snapshots")

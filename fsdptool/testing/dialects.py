@@ -139,7 +139,7 @@ def _variants(dialect: Dialect) -> Iterator[tuple[str, tuple[FsdpSettings, ...]]
         start = replace(start, wrap_classes=())
     yield "the defaults", (start,)
     others = (name for name in COMMON if name in BOOLEANS and name not in VARIANTS)
-    switched = {name: (replace(BASE, **cast(Any, {name: not getattr(BASE, name)})),) for name in others}
+    switched = {name: (replace(BASE, **cast("Any", {name: not getattr(BASE, name)})),) for name in others}
     for name, variants in {**VARIANTS, **switched}.items():
         yield name, tuple(_moved(settings, start) for settings in variants)
 

@@ -37,7 +37,7 @@ from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 _PATIENCE = 120.0
@@ -84,11 +84,11 @@ class _Leave(torch.autograd.Function):
     """Sum whose gradient passes unchanged: what a row layer returns."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: _Group, rank: int, where: str) -> Tensor:
+    def forward(_ctx: Any, tensor: Tensor, group: _Group, rank: int, where: str) -> Tensor:
         return group.sum(rank, where, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(_ctx: Any, *gradients: Any) -> Any:
         return gradients[0], None, None, None
 
 
@@ -456,8 +456,6 @@ def _structure(family: Family, flavour: Flavour, model: nn.Module) -> tuple[int,
 
 def _lora(family: Family, flavour: Flavour, model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the targets that match nothing, and what is wrong with the others."""
-    from torch import nn
-
     unmatched, problems = [], []
 
     targets = family.lora_targets(flavour.config)
@@ -544,7 +542,7 @@ def _training(family: Family, flavour: Flavour) -> list[str]:
     import torch
 
     small = small_model(family, flavour)
-    problems = list(_batch_problems(family, small))
+    problems = list(_batch_problems(small))
     weight = small.objective.weight(small.batch)
     if weight.dtype != torch.int64 or weight.dim() or int(weight) < 1:
         problems.append(f"weight is {weight!r}: a positive int64 scalar is needed")
@@ -695,7 +693,7 @@ def _predictions(small: SmallModel, model: nn.Module) -> dict[str, Tensor]:
     return {name: value.float() for name, value in predicted.items() if value.is_floating_point()}
 
 
-def _batch_problems(family: Family, small: SmallModel) -> Iterator[str]:
+def _batch_problems(small: SmallModel) -> Iterator[str]:
     for name, tensor in small.batch.items():
         if not tensor.dim() or tensor.shape[0] < 1:
             yield f"batch tensor {name!r} has no micro-batch dimension"

@@ -154,7 +154,7 @@ class Stepper:
         self.clip = clip
         self.unsharded = unsharded
         self.scaler = scaler
-        self.moment = lambda name: nullcontext()
+        self.moment = lambda _name: nullcontext()
         self._trained = _trained(model, by_name(placements))
 
     def run(self, micro_batches: Sequence[Mapping[str, Tensor]], *, rate: float, stop: int = 0) -> StepResult:

@@ -99,7 +99,7 @@ class EffectiveRow:
 
 
 def source_view(
-    reading: Reading, address: Callable[[Diagnostic], str] = lambda item: "", chosen: str = ""
+    reading: Reading, address: Callable[[Diagnostic], str] = lambda _item: "", chosen: str = ""
 ) -> SourceView:
     """Return a file's lines with its findings.
 

@@ -44,17 +44,17 @@ class GenericFamily(Family):
     encoded_data = "fsdptool_diffusion.precompute:LATENTS"
 
     def __init__(self) -> None:
-        self._transformers: TransformersFamily = _AnyTransformers()
+        self.transformers: TransformersFamily = _AnyTransformers()
         self._diffusers = _AnyDiffusers()
 
     def bind(self, spec: ModelSpec) -> Family:
         """Return the family for one model: with its folder where the model's own code may run."""
         bound = copy(self)
-        bound._transformers = self._transformers.bind(spec)
+        bound.transformers = self.transformers.bind(spec)
         return bound
 
     def _for(self, config: Mapping[str, Any]) -> TransformersFamily | DiffusersFamily:
-        return self._diffusers if isinstance(config.get("_class_name"), str) else self._transformers
+        return self._diffusers if isinstance(config.get("_class_name"), str) else self.transformers
 
     def flavours(self) -> Mapping[str, Flavour]:
         """Return none: the generic family has no published sizes."""
@@ -115,7 +115,7 @@ class GenericFamily(Family):
 
     def objectives(self) -> Mapping[str, Callable[..., Objective]]:
         """Return the objectives of both libraries."""
-        return {**self._diffusers.objectives(), **self._transformers.objectives()}
+        return {**self._diffusers.objectives(), **self.transformers.objectives()}
 
     def lora_targets(self, config: Mapping[str, Any]) -> LoraTargets:
         """Return the names that attention projections commonly have in either library."""

@@ -98,7 +98,7 @@ def test_validation_is_kept_apart_and_labels_may_be_ordered(model: Path, images:
     train, validation = build_batches(recipe, spec), build_evaluation(recipe, spec)
     assert validation is not None
     samples: Any = train._samples
-    shown, hidden = set(samples._files), set(cast(Any, validation)._samples._files)
+    shown, hidden = set(samples._files), set(cast("Any", validation)._samples._files)
     assert len(shown) + len(hidden) == 12 and not shown & hidden
     for file, label in zip(samples._files, samples._labels, strict=True):
         assert ("red", "green", "blue")[label] in file.parts

@@ -341,7 +341,7 @@ def test_a_large_file_is_read_in_blocks(spec_of: SpecOf, recipe_for: RecipeFor, 
     (tmp_path / "big.txt").write_text(text, encoding="utf-8")
     recipe = recipe_for("causal_lm", source="text", path=str(tmp_path / "big.txt"), shuffle=False)
     loader = build_batches(recipe, spec_of("causal_lm"), cache=tmp_path / "c")
-    table = cast(Any, loader)._samples._table
+    table = cast("Any", loader)._samples._table
     assert len(table) == 1, "one file is one document"
     assert bytes(table.row("input_ids", 0)[:-1].astype(np.uint8)) == text.encode()
 

@@ -151,7 +151,7 @@ def test_fakes_allocate_what_the_real_run_does(name: str, flavour: str) -> None:
     batch = fake_batch(specs, mode)
     with mode:
         for module in faked.modules():
-            for table in (cast(dict[str, Any], module._parameters), module._buffers):
+            for table in (cast("dict[str, Any]", module._parameters), module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
                         table[key] = mode.from_tensor(tensor)

@@ -150,5 +150,5 @@ def test_options_reach_the_records_they_set() -> None:
 )
 def test_an_unknown_option_is_refused_with_the_nearest(word: str, advice: str) -> None:
     with pytest.raises(TypeError, match=f"plan has no option '{word}'") as refused:
-        fsdptool.plan("gpt2:small", **cast(Any, {word: 4}))
+        fsdptool.plan("gpt2:small", **cast("Any", {word: 4}))
     assert refused.value.__notes__ == [f"help: {advice}"]

@@ -212,7 +212,7 @@ def _follow_random_states() -> None:
         with mode:
             return torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8), operator(*args, **kwargs)
 
-    def repeat(mode: Any, state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    def repeat(mode: Any, _state: torch.Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
             return operator(*args, **kwargs)
 

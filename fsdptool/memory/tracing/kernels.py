@@ -222,7 +222,7 @@ def offloading(recorder: SegmentRecorder) -> Iterator[None]:
         recorder.relabel(host, "offloaded")
         return host, None
 
-    def to_device(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, None]:
+    def to_device(host: torch.Tensor, _device: torch.device) -> tuple[torch.Tensor, None]:
         tensor = torch.empty_like(host)
         recorder.relabel(tensor, "activation")
         return tensor, None

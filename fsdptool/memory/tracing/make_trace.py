@@ -277,7 +277,7 @@ def _trace_teacher(
     plan = plan_teacher(anatomy, run)
     objective = objective_for(recipe, spec)
 
-    def make(cut: Cut | None = None) -> nn.Module:
+    def make(_cut: Cut | None = None) -> nn.Module:
         model = build_model(spec, choice, cp=run.mesh.cp, initialise=False)
         model.requires_grad_(False)
         return _with_loss(model.eval(), spec, run)

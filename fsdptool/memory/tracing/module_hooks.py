@@ -29,11 +29,11 @@ class _Complete(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hooks: Any, path: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(_hooks: Any, _path: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Any) -> None:
         ctx.hooks, ctx.path = inputs[0], inputs[1]
 
     @staticmethod
@@ -86,7 +86,7 @@ class ModuleHooks:
         self._recorder.mark("grad_leave", self._prefix + path)
 
     def _enter(self, path: str, casts: bool) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.in_backward:
                 return None
             if casts:
@@ -116,12 +116,12 @@ class ModuleHooks:
         return _to(args, dtype), {**_to(kwargs, dtype), **kept}
 
     def _leave(self, path: str, casts: bool) -> Any:
-        def arrived(gradient: torch.Tensor) -> None:
+        def arrived(_gradient: torch.Tensor) -> None:
             if path not in self._pending:
                 self._pending.add(path)
                 self._recorder.mark("grad_enter", self._prefix + path)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             if self.in_backward:
                 return None
             self._recorder.mark("leave", self._prefix + path)

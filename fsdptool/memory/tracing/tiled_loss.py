@@ -140,7 +140,7 @@ def loss_of_chunks(
     bias: Tensor | None,
     targets: Tensor,
     _: int,
-    tail: LogitTail,
+    _tail: LogitTail,
 ) -> Tensor:
     """Return the summed loss of logits that are made part by part of each row, and all kept.
 
@@ -150,7 +150,6 @@ def loss_of_chunks(
         weight: [vocabulary, width].
         bias: [vocabulary], or None.
         targets: [batch, positions], ``-100`` where there is none.
-        tail: What is done to the logits; it is not planned.
     """
     logits = [functional.linear(part, weight, bias) for part in hidden.chunk(chunks, dim=1)]
     aims = targets.chunk(chunks, dim=1)

@@ -71,7 +71,7 @@ def convert_layers(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     # Tokens of a micro-batch are the inner dimension of the weight's gradient: padded to what kernels take.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
-    convert_to_float8_training(model, module_filter_fn=lambda module, path: path in chosen, config=config)
+    convert_to_float8_training(model, module_filter_fn=lambda _module, path: path in chosen, config=config)
     return len(chosen)
 
 

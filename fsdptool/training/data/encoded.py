@@ -210,7 +210,7 @@ def _follow_parent() -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # An exception, so that what is half written is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     parent = parent_process()
     assert parent is not None
 

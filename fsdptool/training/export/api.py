@@ -40,13 +40,12 @@ from fsdptool.runs.manifest import (
 from fsdptool.training.export.adapters import SHARD_BYTES
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from fsdptool.runs.folder import RunInputs
 
 
-Fetch = Callable[[str], "torch.Tensor"]
+Fetch = Callable[[str], torch.Tensor]
 
 
 def original_entries(
@@ -530,8 +529,6 @@ class _Export:
         return {name: group for group in groups.values() if len(group) > 1 for name in group}
 
     def torch_dtype(self) -> torch.dtype | None:
-        import torch
-
         return getattr(torch, self.dtype) if self.dtype else None
 
     def base_fetch(self) -> Any:

@@ -17,8 +17,6 @@ from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optim
 from fsdptool.records.recipe import Optimizer, Schedule
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fsdptool.records.recipe import Optimizer, Recipe
     from fsdptool.training.data.loader import Loader
 

@@ -92,7 +92,7 @@ def read_source_of(shared: Services, query: Mapping[str, str]) -> EmissionSource
         return _saved_plan(shared, query, fields)
     if not query.get("preset") and any(query.get(name, "").strip() for name in PLANNED):
         return _plan(shared, query, fields)
-    return _preset(shared, query, fields)
+    return _preset(shared, fields)
 
 
 def submit(request: Request, source: EmissionSource) -> WebJob:
@@ -162,7 +162,7 @@ def _saved_plan(shared: Services, query: Mapping[str, str], fields: tuple[Field,
     )
 
 
-def _preset(shared: Services, query: Mapping[str, str], fields: tuple[Field, ...]) -> EmissionSource:
+def _preset(shared: Services, fields: tuple[Field, ...]) -> EmissionSource:
     values, fields = parse(fields)
     texts = {field.name: field.value for field in fields if field.value}
     wrong = any(field.error for field in fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,7 +53,7 @@ def show(request: Request) -> Response:
         path = roots.resolve(folder)
         if is_file(path):
             return Response(status_code=303, headers={"location": address_of(FILE, file=folder)})
-        rows = [_row(item, path) for item in judge_folder(roots, folder)]
+        rows = [_row(item) for item in judge_folder(roots, folder)]
         command = ("fsdptool", "validate", command_path(path))
     counts = Counter(row.status for row in rows)
     return render(
@@ -80,7 +79,7 @@ def show(request: Request) -> Response:
     )
 
 
-def _row(item: JudgedFile, folder: Path) -> FileRow:
+def _row(item: JudgedFile) -> FileRow:
     reading = item.reading
     severities = Counter(finding.severity for finding in reading.diagnostics)
     fixable = sum(f.fix is not None and f.severity != "info" for f in reading.diagnostics)

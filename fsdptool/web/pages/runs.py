@@ -269,7 +269,7 @@ def _act(request: Request, entry: int, action: str) -> None:
     if action in simple:
         simple[action](entry)
     elif action in ("up", "down", "first", "last"):
-        queue.move(entry, cast(Direction, action))
+        queue.move(entry, cast("Direction", action))
     else:
         raise ConfigError(f"{action!r} is not an action of the queue", help="use the buttons of the page")
 
