@@ -41,7 +41,7 @@ def command(
         print_diagnosis(diagnosis)
     if diagnosis.exception is not None or (diagnosis.failed and not diagnosis.failures):
         return int(ExitCode.INCOMPLETE)
-    if diagnosis.run is None and not diagnosis.failures:
+    if diagnosis.run is None and not diagnosis.failures and not diagnosis.ended_well:
         return int(ExitCode.INCOMPLETE)
     return int(ExitCode.CLEAN)
 
@@ -52,7 +52,9 @@ def _diagnose(targets: list[Path]) -> FailureDiagnosis:
     Raises:
         ConfigError: Nothing is named and nothing is piped, or standard input is one of several.
     """
-    from fsdptool.runs.diagnose import diagnose, diagnose_logs, read_stream
+    from fsdptool.runs.diagnose import diagnose
+    from fsdptool.runs.logs import read_stream
+    from fsdptool.runs.recognition import diagnose_logs
 
     if any(str(target) == "-" for target in targets) and len(targets) > 1:
         raise ConfigError("- cannot be combined with files", help="name the files, or pipe them all")

@@ -75,10 +75,15 @@ class Signature:
         depth: 0 for a cause, 1 for what other ranks report of it, 2 for lost connections, 3 for summaries,
             4 for warnings, which count only where nothing failed.
         over: Codes that this one replaces on the same line.
+        explained_by: Codes of which this one is a consequence, wherever they are found.
+        beside: Codes of which one has to be found as well, or none.
+        around: Regular expression of further lines nearby that belong to the answer, or None.
         why: What happens.
         change: What to do.
         source: Where the message comes from: library, version and file, or a public thread.
         by_phase: What replaces ``why`` and ``change`` in a phase; in phases that are not named nothing does.
+        examples: Texts of which each is recognised, as programs print them, with what the context needs.
+        others: Lines that look similar and are not recognised.
     """
 
     code: str
@@ -93,6 +98,11 @@ class Signature:
     change: str
     source: str
     by_phase: Mapping[str, PhaseAdvice] = field(default_factory=dict)
+    explained_by: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    around: str | None = None
+    examples: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ class RecognisedFailure:
         why: What happens.
         change: What to do.
         source: Where the message comes from.
+        also: Further lines that say more of it, shortened.
     """
 
     code: str
@@ -128,15 +139,43 @@ class RecognisedFailure:
     why: str
     change: str
     source: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LastException:
-    """The last exception of a log that no known failure explains."""
+    """The exception that ended the run, if no known failure explains it: of a chain the first one."""
 
     file: str
     line: Positive
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLine:
+    """The last line that a rank wrote."""
+
+    rank: Count
+    file: str
+    line: Positive
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """What logs say of themselves.
+
+    Attributes:
+        programs: Launchers and training programs that are named, by name.
+        versions: Of libraries, by name, where lines tell.
+        ranks: Ranks that wrote a line.
+        last_lines: The last line of each rank, at most of 16.
+    """
+
+    programs: tuple[str, ...]
+    versions: Mapping[str, str]
+    ranks: tuple[Count, ...]
+    last_lines: tuple[RankLine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +219,8 @@ class FailureDiagnosis:
 
     Attributes:
         target: The run folder or the logs.
-        failures: Known failures: causes first, then their consequences.
-        exception: The last exception, where no known failure is a cause; null without any.
+        failures: Known failures: causes first, in the order of their lines, then their consequences.
+        exception: The exception that ended the run, where no known failure explains it; null without any.
         failed: Whether anything failed: false for a run that completed or was stopped on request.
         read_bytes: Bytes of logs that were read.
         total_bytes: Bytes of all logs; of a large log the beginning and the end are read.
@@ -189,6 +228,8 @@ class FailureDiagnosis:
         run: The state of the run, or null for a log.
         memory: The rank's own account of a lack of memory (``logs/out-of-memory.json``), or null.
         divergence: Where ranks report different collectives at one sequence number, or null.
+        ended_well: Whether the last lines report that the run did all that was asked, and nothing failed.
+        facts: What the logs say of themselves; null for a run folder.
     """
 
     target: str
@@ -201,3 +242,5 @@ class FailureDiagnosis:
     run: RunView | None
     memory: Mapping[str, Any] | None
     divergence: Divergence | None = None
+    ended_well: bool = False
+    facts: LogFacts | None = None

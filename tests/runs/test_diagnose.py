@@ -23,10 +23,12 @@ from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase
 from fsdptool.records.run import RankProgress, RunFailure, Start, Summary
 from fsdptool.report.console.runs import print_diagnosis
 from fsdptool.rules import signatures
-from fsdptool.runs import diagnose as module
-from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs, read_stream
+from fsdptool.runs import logs as module
+from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.events import EventLog, WorkerPhase
 from fsdptool.runs.folder import write_start
+from fsdptool.runs.logs import LogText, read_stream
+from fsdptool.runs.recognition import diagnose_logs
 from fsdptool.runs.watchdog import ProgressFile
 
 TIMEOUT = (
@@ -259,7 +261,7 @@ def test_a_log_without_a_known_failure_says_so(tmp_path: Path, capsys: pytest.Ca
     )
     assert fsdptool(["diagnose", str(log)]) == 5
     said = capsys.readouterr().out
-    assert "no known failure explains this; the last exception is" in said
+    assert "no known failure explains this; the exception that ended the run is" in said
     assert "KeyError: 'the" in said
     assert "\x1b" not in said
     log.write_text("step 1 loss 3.0\nstep 2 loss 2.9\n")

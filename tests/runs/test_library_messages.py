@@ -16,7 +16,8 @@ from library_messages import Message, library_messages
 
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.rules import signatures
-from fsdptool.runs.diagnose import LogText, diagnose_logs
+from fsdptool.runs.logs import LogText
+from fsdptool.runs.recognition import diagnose_logs
 
 LISTED = Path(__file__).with_name("unreachable_messages.json")
 VALUES = ("8", "model.layers.0.weight", "[Shard(dim=0), 'x y']")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from fsdptool.formatting import amount, elapsed, printable
-from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, RecognisedFailure
+from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, LogFacts, RecognisedFailure
 from fsdptool.records.queue import QueueEntry, QueueReport
 from fsdptool.records.run import PhaseMemory, RankProgress, RunList, RunView
 from fsdptool.report.console.tables import print_line, print_rows, print_table
@@ -315,23 +315,19 @@ def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
         print_line(run_lines(diagnosis.run)[0], style="bold")
     causes = [item for item in diagnosis.failures if not item.consequence]
     for item in causes:
-        print_line(f"{item.title}{failure_place(item)} [{item.code}]", style="bold red")
-        print_line(f"  seen:    {item.file}:{item.line}: {item.text}")
-        if item.cause == "diverged_ranks" and diagnosis.divergence is not None:
-            for line in divergence_lines(diagnosis.divergence):
-                print_line(f"  ranks:   {line}")
-        print_line(f"  cause:   {item.why}")
-        print_line(f"  change:  {item.change}")
-        print_line(f"  more:    fsdptool rule {item.code}; source: {item.source}")
+        _print_cause(item, diagnosis.divergence)
     if diagnosis.memory is not None:
         for line in memory_text(diagnosis.memory).splitlines():
             print_line(line)
     if diagnosis.exception is not None:
         seen = diagnosis.exception
-        print_line("no known failure explains this; the last exception is", style="yellow")
+        print_line("no known failure explains this; the exception that ended the run is", style="yellow")
         print_line(f"  {seen.file}:{seen.line}: {seen.text}")
     elif not causes:
-        print_line("no known failure was found" if diagnosis.run is None else _nothing(diagnosis))
+        print_line(_nothing(diagnosis))
+    if not causes and not diagnosis.ended_well and diagnosis.facts is not None:
+        for line in facts_lines(diagnosis.facts):
+            print_line(line)
     for item in diagnosis.failures:
         if item.consequence:
             print_line(f"consequence: {item.title}{failure_place(item)} [{item.code}]", style="dim")
@@ -342,11 +338,41 @@ def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
         print_line(f"note: read {read} of {total}, the beginning and the end of each log")
 
 
+def _print_cause(item: RecognisedFailure, divergence: Divergence | None) -> None:
+    print_line(f"{item.title}{failure_place(item)} [{item.code}]", style="bold red")
+    print_line(f"  seen:    {item.file}:{item.line}: {item.text}")
+    for text in item.also:
+        print_line(f"           {text}")
+    if item.cause == "diverged_ranks" and divergence is not None:
+        for line in divergence_lines(divergence):
+            print_line(f"  ranks:   {line}")
+    print_line(f"  cause:   {item.why}")
+    print_line(f"  change:  {item.change}")
+    print_line(f"  more:    fsdptool rule {item.code}; source: {item.source}")
+
+
 def _nothing(diagnosis: FailureDiagnosis) -> str:
+    if diagnosis.ended_well:
+        return "the run ended well; nothing failed"
+    if diagnosis.run is None:
+        return "no known failure was found"
     if not diagnosis.failed:
         return "the run has not failed"
     failure = diagnosis.run.failure if diagnosis.run is not None else None
     return f"no known failure explains this: {failure.message if failure else 'the logs contain no error'}"
+
+
+def facts_lines(facts: LogFacts) -> list[str]:
+    """Return what is known of a log that nothing was recognised in."""
+    lines = []
+    if facts.programs:
+        lines.append(f"programs: {', '.join(facts.programs)}")
+    if facts.versions:
+        lines.append(f"versions: {', '.join(f'{name} {number}' for name, number in facts.versions.items())}")
+    if facts.ranks:
+        lines.append(f"{_ranks(facts.ranks)} wrote lines; the last of each:")
+        lines += [f"  {item.file}:{item.line}: {item.text}" for item in facts.last_lines]
+    return lines
 
 
 def divergence_lines(divergence: Divergence) -> list[str]:

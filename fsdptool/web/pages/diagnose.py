@@ -18,9 +18,11 @@ from fsdptool.config.result import Reading
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import is_folder
 from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.console.runs import divergence_lines, failure_place
+from fsdptool.report.console.runs import divergence_lines, facts_lines, failure_place
 from fsdptool.report.console.train import memory_text
-from fsdptool.runs.diagnose import LogText, diagnose, diagnose_logs
+from fsdptool.runs.diagnose import diagnose
+from fsdptool.runs.logs import LogText
+from fsdptool.runs.recognition import diagnose_logs
 from fsdptool.web.judging import judge_text
 from fsdptool.web.page import Page, render, services
 from fsdptool.web.pages.config_file import attachment
@@ -129,6 +131,7 @@ def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
         "diagnosis": answer,
         "causes": [item for item in answer.failures if not item.consequence],
         "consequences": [item for item in answer.failures if item.consequence],
+        "facts": facts_lines(answer.facts) if answer.facts is not None else (),
         "divergence": divergence_lines(answer.divergence) if answer.divergence is not None else (),
         "memory": memory_text(answer.memory) if answer.memory is not None else "",
     }

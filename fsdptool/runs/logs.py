@@ -1,0 +1,447 @@
+"""A log as text: its lines and who wrote them, the exceptions in it, what it says of itself. Torch-free.
+
+Logs are untrusted and may be huge: a bounded part is read, as bytes that need not be text, and nothing in
+them is executed or followed. The work grows with the length of the text, whatever it contains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+from fsdptool.errors import StorageError
+from fsdptool.files.text import UnreadableError, read_ends
+from fsdptool.records.diagnosis import LogFacts, RankLine
+
+_HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20
+"""Bytes of a log that are read: what started it, and how it ended."""
+
+LINE_LENGTH = 300
+"""Characters of a line that are shown."""
+
+_PIECE, _OVERLAP = 4000, 400
+"""Characters of a line that are looked at together, and those that two such pieces share."""
+
+_RANK_DIGITS = 6
+_RANK = re.compile(
+    r"\[(?:rank|Rank |RANK:)(\d{1,9})\]|\[PG (?:ID \d{1,18} PG GUID )?0 ?(?:\(default_pg\) )?Rank (\d{1,9})\]"
+    r"|\brank (\d{1,9})(?:: | \(process )|\brank=(\d{1,9})\b"
+)
+_LOCAL_RANK = re.compile(r"\[default(\d{1,9})\]")
+"""What torchrun can put in front of a line: a rank within a machine."""
+
+_ANSI = re.compile(
+    r"\x1b\[[0-9;?]{0,20}[A-Za-z]|\x1b\][^\x07\n]{0,200}\x07|\[(?:0|[1-9]\d?)(?:;\d{1,3}){0,4}m"
+)
+"""Colours and titles of terminals; also without the escape character, which copying loses."""
+
+_PREFIX = re.compile(
+    r"(?:\[[^\[\]]{0,200}\]:?"
+    r"|\([^()]{0,100}\bpid=\d{1,9}[^()]{0,200}\)"
+    r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S{0,40}"
+    r"|\d\d[/-]\d\d(?:[/-]\d{2,4})?[ T-]\d\d:\d\d:\d\d\S{0,20}"
+    r"|[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d\S{0,10}"
+    r"|\d\d:\d\d:\d\d[.,\d]{0,10}"
+    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d{1,9} \d{1,9} [^\]\s]{1,200}\]"
+    r"|std(?:out|err) [FP]\b"
+    r"|(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b ?:?"
+    r"|(?:kern|user|daemon) {0,4}:\w{1,8} {0,4}:"
+    r"|\d{1,5}:(?= |$)"
+    r"|[\w.@-]{1,100} {0,20}\|"
+    r"|-(?= )|[\w.-]{1,100} -(?= )|\|(?= )"
+    r"|(?![\w.]{0,100}(?:Error|Exception|Interrupt|Exit|Warning)\b)[a-z][\w-]{0,60}(?:\[\d{1,9}\])?:(?= )"
+    r"|(?=[\w.]{0,60}[\d-])[a-z][\w.-]{0,60}(?= [\[\w])"
+    r") ?"
+)
+"""One part of what schedulers, containers, loggers and launchers put in front of a line."""
+
+_EXCEPTION = re.compile(
+    r"(?:^|[\]:>)] |Uncaught )"
+    r"((?:[A-Za-z_]\w{0,80}\.){0,8}(?:[A-Z]\w{0,80}(?:Error|Exception|Interrupt|Exit)|Exception)"
+    r"(?:: .|:?$).*)"
+)
+_RAISED = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80})(?::(?: .*)?)?$")
+"""The line that ends a traceback, whatever the exception is called."""
+
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+_RECOVERED = re.compile(
+    r"Decreasing batch size to|\b[Rr]etry(?:ing)?\b"
+    r"|\b[Ff]all(?:ing|s)? ?back\b|\b[Cc]ontinuing\b|\b[Ss]kipping\b"
+    r"|[Tt]rying again|[Ii]gnoring\b|not fatal|non-fatal"
+)
+_PROGRESS = re.compile(
+    r"['\"]loss['\"]: |\bloss[:=] ?\d|\bstep[: =/]{1,2}\d|(?:it/s|s/it)[\],]"
+    r"|\b[Ee]poch[: =]{0,2}\d|\biteration +\d"
+)
+_ENDED = re.compile(
+    r"\btrain_runtime\b|[Tt]raining (?:is |has )?(?:been )?(?:completed?|finished|done|ended)\b"
+    r"|[Ff]inished training|exit (?:status|code):? 0\b|exited with (?:code|status) 0\b|Model saved (?:to|in)"
+    r"|COMPLETED\b|[Tt]raining successfully|Run summary:|Done\. Exiting|Saved final"
+)
+"""What programs print when they have done all that they were asked for."""
+
+
+@dataclass(frozen=True)
+class LogText:
+    """A log as it was read.
+
+    Attributes:
+        name: What it is called in answers.
+        text: Beginning and end.
+        total_bytes, read_bytes: Its size, and how much of it was read.
+        rank: The rank that wrote it, if it belongs to one.
+    """
+
+    name: str
+    text: str
+    total_bytes: int
+    read_bytes: int
+    rank: int | None = None
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines without colours; of a very long one pieces that overlap."""
+        return self._pieces[0]
+
+    @cached_property
+    def _pieces(self) -> tuple[list[str], list[int]]:
+        text = _ANSI.sub("", self.text) if "m" in self.text or "\x1b" in self.text else self.text
+        lines = text.split("\n")
+        if all(len(line) <= _PIECE for line in lines):
+            return lines, []
+        pieces, numbers = [], []
+        for number, line in enumerate(lines, 1):
+            for begin in range(0, max(len(line) - _OVERLAP, 1), _PIECE - _OVERLAP):
+                pieces.append(line[begin : begin + _PIECE])
+                numbers.append(number)
+        return pieces, numbers
+
+    def number(self, index: int) -> int:
+        """Return the number of a line in the text that was read, from 1."""
+        numbers = self._pieces[1]
+        return numbers[index] if numbers else index + 1
+
+    def rank_at(self, index: int) -> int | None:
+        """Return the rank that wrote a line, as far as it or the log says."""
+        return self.rank if self.rank is not None else rank_of(self.lines[index])
+
+
+def read_log(path: Path, *, name: str | None = None, rank: int | None = None) -> LogText:
+    """Read the beginning and the end of a log.
+
+    Raises:
+        StorageError: It cannot be read, or is not a file.
+    """
+    try:
+        head, tail, size = read_ends(path, head=_HEAD_BYTES, tail=_TAIL_BYTES)
+    except UnreadableError as error:
+        raise StorageError(f"{path}: {error.message}", help="give a log file or a run folder") from error
+    read = len(head) + len(tail)
+    data = head + (b"\n" if read < size else b"") + tail
+    text = data.decode("utf-8", errors="replace").replace("\r", "\n")
+    return LogText(name or str(path), text, max(size, read), read, rank)
+
+
+def read_stream(stream: BinaryIO, name: str) -> LogText:
+    """Read the beginning and the end of a log that comes through a pipe, as :func:`read_log` does."""
+    head, tail, size = stream.read(_HEAD_BYTES), bytearray(), 0
+    while block := stream.read(1 << 20):
+        size += len(block)
+        tail += block
+        if len(tail) > 2 * _TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+    tail = tail[-_TAIL_BYTES:]
+    data = head + (b"\n" if len(tail) < size else b"") + tail
+    text = data.decode("utf-8", errors="replace").replace("\r", "\n")
+    return LogText(name, text, len(head) + size, len(head) + len(tail))
+
+
+_BETWEEN_WORDS = bytes(
+    code if code < 0x80 and (chr(code).isalnum() or chr(code) in "_\n") else 0x20 for code in range(256)
+)
+"""Table that replaces all characters that are no part of a word."""
+
+
+class TextIndex:
+    """Finds the lines that contain known texts, in one pass over the words of a log.
+
+    A text is found where its first word begins a word. Only the lines that contain all of its whole words are
+    searched for it.
+
+    Args:
+        lines: The log.
+        texts: All texts that will be asked for.
+
+    Attributes:
+        compared: How many lines were searched for a text so far.
+    """
+
+    def __init__(self, lines: Sequence[str], texts: Iterable[str]) -> None:
+        self.compared = 0
+        self._lines = lines
+        self._words = {text: whole_words(text) for text in texts}
+        wanted = frozenset(word for words in self._words.values() for word in words)
+        self._found: list[frozenset[bytes]] = []
+        self._at: list[int] = []
+        self._places: dict[bytes, list[int]] = defaultdict(list)
+        data = "\n".join(lines).encode("utf-8", "replace").translate(_BETWEEN_WORDS)
+        for index, line in enumerate(data.split(b"\n")):
+            found = wanted.intersection(line.split())
+            if found:
+                place = len(self._found)
+                self._found.append(found)
+                self._at.append(index)
+                for word in found:
+                    self._places[word].append(place)
+
+    def lines_with(self, text: str, most: int) -> Iterator[int]:
+        """Yield the indices of the lines that contain a text, in order, ``most`` at most."""
+        words = self._words[text]
+        if words:
+            places = min((self._places.get(word, []) for word in words), key=len)
+            candidates: Iterable[int] = (self._at[place] for place in places if words <= self._found[place])
+        else:
+            candidates = range(len(self._lines))
+        for index in candidates:
+            self.compared += 1
+            if text in self._lines[index]:
+                yield index
+                most -= 1
+                if not most:
+                    return
+
+
+def whole_words(text: str) -> frozenset[bytes]:
+    """Return the words that every line with a text contains as such.
+
+    The first word of the text counts as whole, unless it begins with an underscore; the last one counts where
+    something follows it.
+    """
+    words = text.encode("utf-8").translate(_BETWEEN_WORDS).split()
+    begin = 1 if text.startswith("_") else 0
+    end = len(words) - 1 if text[-1:].isalnum() or text.endswith("_") else len(words)
+    return frozenset(words[begin:end])
+
+
+def rank_of(line: str) -> int | None:
+    """Return the rank that a line names as its own."""
+    match = _RANK.search(line) or _LOCAL_RANK.search(line)
+    return rank_in(match) if match else None
+
+
+def rank_in(match: re.Match[str]) -> int | None:
+    """Return the rank that one of the groups of a match holds."""
+    digits = next(group for group in match.groups() if group)
+    return int(digits) if len(digits) <= _RANK_DIGITS else None
+
+
+def ranks_named(log: LogText) -> set[int]:
+    """Return all ranks that wrote a line of a log."""
+    if log.rank is not None:
+        return {log.rank}
+    return {
+        rank
+        for line in log.lines
+        if "ank" in line or "default" in line
+        for match in (*_RANK.finditer(line), *_LOCAL_RANK.finditer(line))
+        if (rank := rank_in(match)) is not None
+    }
+
+
+def split_prefix(line: str) -> tuple[str, str]:
+    """Return what schedulers, containers and loggers put in front of a line, and the line itself."""
+    at = 0
+    for _ in range(16):
+        match = _PREFIX.match(line, at)
+        if match is None or match.end() == at:
+            break
+        at = match.end()
+    return line[:at], line[at:]
+
+
+_WRITER = re.compile(r"\(([^()]{0,100}\bpid=\d{1,9})|^(\d{1,5}): ")
+
+
+def _writer(prefix: str) -> str:
+    """Return who wrote a line: a rank, a process of Ray or a task of Slurm; empty where nothing says so."""
+    rank = rank_of(prefix)
+    if rank is not None:
+        return f"rank {rank}"
+    match = _WRITER.search(prefix)
+    return match[1] or match[2] if match else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception that a log prints: the index of its line, its text, who wrote it, and its chain.
+
+    Attributes:
+        index: Of the line.
+        text: Name and message.
+        writer: A rank, a process or a task; empty where the log does not tell.
+        chained: Whether it was raised while the one before it was handled.
+        logged: Whether a logger printed it as a warning.
+    """
+
+    index: int
+    text: str
+    writer: str
+    chained: bool
+    logged: bool
+
+
+_MOST_LINES = 20_000
+"""Lines with exceptions or tracebacks that are looked at: the last ones, and as many of the first ones."""
+
+
+def exceptions(log: LogText) -> list[Raised]:
+    """Return the exceptions that a log prints, in order."""
+    candidates, headers, joints = [], [], []
+    for index, line in enumerate(log.lines):
+        if "rror" in line or "xception" in line or "nterrupt" in line or "Exit" in line:
+            candidates.append(index)
+            if "above exception" in line and any(text in line for text in _CHAINED):
+                joints.append(index)
+        elif _TRACEBACK in line:
+            headers.append(index)
+    found: dict[int, tuple[str, str, bool]] = {}
+    for index in _ends(candidates):
+        prefix, content = split_prefix(log.lines[index])
+        match = _EXCEPTION.search(content)
+        if match is not None and "Exception ignored in" not in content:
+            found[index] = (match[1], _writer(prefix), "WARN" in prefix)
+    for header in _ends(headers):
+        if (end := _end_of_traceback(log.lines, header)) is not None:
+            found.setdefault(end[0], end[1:])
+    joined, last = set(), -1
+    for index in sorted(found):
+        while joints and joints[0] < index:
+            if joints.pop(0) > last >= 0:
+                joined.add(index)
+        last = index
+    return [
+        Raised(index, text, writer, index in joined, logged)
+        for index, (text, writer, logged) in sorted(found.items())
+    ]
+
+
+def _ends(indices: list[int]) -> list[int]:
+    return indices if len(indices) <= 2 * _MOST_LINES else [*indices[:_MOST_LINES], *indices[-_MOST_LINES:]]
+
+
+_TRACEBACK_LINES = 300
+
+
+def _end_of_traceback(lines: Sequence[str], header: int) -> tuple[int, str, str, bool] | None:
+    """Return the line that ends a traceback: index, text, writer, whether it was logged as a warning."""
+    prefix, _ = split_prefix(lines[header])
+    writer = _writer(prefix)
+    ignored = header and "Exception ignored in" in lines[header - 1]
+    for index in range(header + 1, min(header + _TRACEBACK_LINES, len(lines))):
+        before, content = split_prefix(lines[index])
+        if content[:1] in ("", " ", "\t") or _writer(before) != writer:
+            continue
+        if _TRACEBACK in content or ignored:
+            return None
+        match = _RAISED.match(content)
+        if match is not None:
+            return index, content, writer, "WARN" in prefix
+        if not content.startswith(("[", "During handling", "The above exception")):
+            return None
+    return None
+
+
+def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
+    """Say whether the program went on after a line.
+
+    It did where the next lines say so and progress follows.
+
+    Args:
+        log: The log.
+        index: Of the line that reports something.
+        survived: Whether several lines of progress prove it, too.
+    """
+    writer = _writer(split_prefix(log.lines[index])[0])
+    said = any(
+        _RECOVERED.search(line)
+        for line in log.lines[index : index + 6]
+        if _writer(split_prefix(line)[0]) in (writer, "")
+    )
+    if not said and not survived:
+        return False
+    needed = 1 if said else 3
+    for line in log.lines[index + 1 : index + 1 + _MOST_LINES]:
+        if _PROGRESS.search(line):
+            needed -= 1
+            if not needed:
+                return True
+    return False
+
+
+def ended_well(log: LogText, since: int = 0) -> bool:
+    """Say whether the last lines report that the program did all that it was asked for.
+
+    Args:
+        log: The log.
+        since: The index of a line after which it has to be reported.
+    """
+    last = log.lines[max(since, len(log.lines) - 80) :]
+    return any(_ENDED.search(line) for line in last)
+
+
+_VERSIONS = re.compile(
+    r"(?:\b(?P<name>torch|pytorch|PyTorch|accelerate|transformers|trl|peft|deepspeed|datasets|safetensors|axolotl"
+    r"|bitsandbytes|flash[-_]attn|vllm|ray|verl|torchtitan|torchtune|diffusers|lightning|triton|torchao|liger[-_]kernel"
+    r"|NCCL|nvidia-nccl-cu\d\d|CUDA|Driver|Python)`?"
+    r"(?: [Vv]ersion(?: \([^()]{0,20}\))?:? ?|==| {1,40}v?|: v?|/)=?)"
+    r"(?P<version>\d{1,3}\.\d{1,4}(?:\.\d{1,4})?(?:[.+-]?[a-z]{1,4}[\w.]{0,20})?)",
+)
+_PROGRAMS = (
+    "torchrun", "accelerate", "axolotl", "llamafactory", "torchtitan", "torchtune", "trl", "verl", "OpenRLHF",
+    "deepspeed", "SimpleTuner", "diffusers", "lightning", "swift", "nemo", "ray", "srun",
+)  # fmt: skip
+_WORLD = re.compile(
+    r"world[_ ]size['\"]?[:= ]{1,3}(\d{1,6})\b|\b(?:num_processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b"
+)
+_SHOWN_RANKS = 16
+
+
+def facts(logs: Sequence[LogText]) -> LogFacts:
+    """Return what logs say of themselves: programs, versions, ranks and the last line of each."""
+    versions: dict[str, str] = {}
+    last: dict[int, RankLine] = {}
+    programs: set[str] = set()
+    ranks: set[int] = set()
+    for log in logs:
+        lines = (
+            log.lines
+            if len(log.lines) <= 2 * _MOST_LINES
+            else [*log.lines[:_MOST_LINES], *log.lines[-_MOST_LINES:]]
+        )
+        for line in lines:
+            for match in _VERSIONS.finditer(line, 0, 1000):
+                versions.setdefault(match["name"].lower().replace("_", "-"), match["version"])
+        whole = "\n".join(lines)
+        programs |= {name for name in _PROGRAMS if re.search(rf"\b{name}\b", whole)}
+        ranks |= ranks_named(log)
+        for index in range(len(log.lines) - 1, max(len(log.lines) - _MOST_LINES, 0) - 1, -1):
+            rank = log.rank_at(index)
+            if rank is not None and rank not in last and split_prefix(log.lines[index])[1].strip():
+                last[rank] = RankLine(
+                    rank, log.name, log.number(index), log.lines[index].strip()[:LINE_LENGTH]
+                )
+    if "pytorch" in versions:
+        versions.setdefault("torch", versions.pop("pytorch"))
+    return LogFacts(
+        tuple(sorted(programs)),
+        dict(sorted(versions.items())),
+        tuple(sorted(ranks)),
+        tuple(line for _, line in sorted(last.items())[:_SHOWN_RANKS]),
+    )
