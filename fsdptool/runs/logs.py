@@ -232,6 +232,8 @@ def whole_words(text: str) -> frozenset[bytes]:
 
 def rank_of(line: str) -> int | None:
     """Return the rank that a line names as its own."""
+    if "ank" not in line and "RANK" not in line and "default" not in line:
+        return None
     match = _RANK.search(line) or _LOCAL_RANK.search(line)
     return rank_in(match) if match else None
 
@@ -246,13 +248,7 @@ def ranks_named(log: LogText) -> set[int]:
     """Return all ranks that wrote a line of a log."""
     if log.rank is not None:
         return {log.rank}
-    return {
-        rank
-        for line in log.lines
-        if "ank" in line or "default" in line
-        for match in (*_RANK.finditer(line), *_LOCAL_RANK.finditer(line))
-        if (rank := rank_in(match)) is not None
-    }
+    return {rank for line in log.lines if (rank := rank_of(line)) is not None}
 
 
 def split_prefix(line: str) -> tuple[str, str]:
@@ -405,12 +401,11 @@ _VERSIONS = re.compile(
 )
 _PROGRAMS = (
     "torchrun", "accelerate", "axolotl", "llamafactory", "torchtitan", "torchtune", "trl", "verl", "OpenRLHF",
-    "deepspeed", "SimpleTuner", "diffusers", "lightning", "swift", "nemo", "ray", "srun",
+    "deepspeed", "SimpleTuner", "diffusers", "lightning", "ms-swift", "srun",
 )  # fmt: skip
-_WORLD = re.compile(
-    r"world[_ ]size['\"]?[:= ]{1,3}(\d{1,6})\b|\b(?:num_processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b"
-)
 _SHOWN_RANKS = 16
+_FACT_LINES, _FACT_LENGTH = 3000, 600
+"""Lines at each end of a log, and characters of each, that are asked what they say of the run."""
 
 
 def facts(logs: Sequence[LogText]) -> LogFacts:
@@ -420,23 +415,21 @@ def facts(logs: Sequence[LogText]) -> LogFacts:
     programs: set[str] = set()
     ranks: set[int] = set()
     for log in logs:
-        lines = (
-            log.lines
-            if len(log.lines) <= 2 * _MOST_LINES
-            else [*log.lines[:_MOST_LINES], *log.lines[-_MOST_LINES:]]
-        )
-        for line in lines:
-            for match in _VERSIONS.finditer(line, 0, 1000):
+        looked = list(range(len(log.lines)))
+        if len(looked) > 2 * _FACT_LINES:
+            looked = [*looked[:_FACT_LINES], *looked[-_FACT_LINES:]]
+        for index in looked:
+            line = log.lines[index][:_FACT_LENGTH]
+            for match in _VERSIONS.finditer(line):
                 versions.setdefault(match["name"].lower().replace("_", "-"), match["version"])
-        whole = "\n".join(lines)
-        programs |= {name for name in _PROGRAMS if re.search(rf"\b{name}\b", whole)}
-        ranks |= ranks_named(log)
-        for index in range(len(log.lines) - 1, max(len(log.lines) - _MOST_LINES, 0) - 1, -1):
+            programs |= {name for name in _PROGRAMS if name in line}
+        for index in reversed(looked):
             rank = log.rank_at(index)
-            if rank is not None and rank not in last and split_prefix(log.lines[index])[1].strip():
-                last[rank] = RankLine(
-                    rank, log.name, log.number(index), log.lines[index].strip()[:LINE_LENGTH]
-                )
+            if rank is not None:
+                ranks.add(rank)
+                if rank not in last and split_prefix(log.lines[index])[1].strip():
+                    text = log.lines[index].strip()[:LINE_LENGTH]
+                    last[rank] = RankLine(rank, log.name, log.number(index), text)
     if "pytorch" in versions:
         versions.setdefault("torch", versions.pop("pytorch"))
     return LogFacts(
