@@ -166,7 +166,7 @@ def read_stream(stream: BinaryIO, name: str) -> LogText:
 _BETWEEN_WORDS = bytes(
     code if code < 0x80 and (chr(code).isalnum() or chr(code) in "_\n") else 0x20 for code in range(256)
 )
-"""Table that replaces all characters that are no part of a word."""
+"""Table that replaces all characters outside of words."""
 
 
 class TextIndex:
