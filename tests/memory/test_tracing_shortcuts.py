@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdptool.errors import ConfigError
 from fsdptool.memory.simulation.program import program
 from fsdptool.memory.tracing import fake_mode, reduced_depth
 from fsdptool.memory.tracing.fake_mode import TracingMode
@@ -22,7 +24,7 @@ from fsdptool.memory.tracing.micro_batch import run_trace
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe, Sharding
+from fsdptool.records.recipe import Batch, Lora, Method, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Segment, Trace
 from fsdptool.source import resolve
@@ -254,3 +256,23 @@ def test_what_grows_linearly_is_predicted_and_nothing_else() -> None:
     assert rule.apply(first, replace(second, segments=second.segments[:-1]), 37) is None
     first, second, third, last = quadratic
     assert GrowthRule.learn(first, second, third, 3, ["layers"]) is None
+
+
+def test_what_is_refused_is_kept_as_a_trace_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FSDPTOOL_CACHE", str(tmp_path))
+    spec = resolve("qwen3:tiny")
+
+    def refused(target: str) -> str:
+        method = Method("lora", lora=Lora(rank=4, targets=(target,)))
+        recipe = Recipe(ModelChoice("qwen3:tiny"), method=method, batch=Batch(sequence_length=32))
+        with pytest.raises(ConfigError) as caught:
+            trace(spec, resolve_run(recipe, SETTINGS))
+        return f"{caught.value.message} {caught.value.help}"
+
+    first = refused("nowhere")
+    assert "nowhere" in first
+    with monkeypatch.context() as patched:
+        # Not to be reached: what was refused is known.
+        patched.setattr("fsdptool.memory.tracing.make_trace.make_trace", None)
+        assert refused("nowhere") == first
+    assert "elsewhere" in refused("elsewhere")

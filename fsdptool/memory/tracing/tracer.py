@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fsdptool.cache import Store, source_digest
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, FsdptoolError, ModelError, PlanError
 from fsdptool.families.registry import family_digest
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.units import TrainedModel
@@ -18,7 +21,12 @@ from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.source.references import own_code_digest
 
-KIND = "trace"
+KIND, REFUSAL = "trace", "refusal"
+_REFUSALS: Mapping[str, type[FsdptoolError]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelError, PlanError)
+}
+"""Errors that say that a model and a recipe do not suit each other. They are kept as traces are, and so are
+traces that know the states alone."""
 
 
 def trace(
@@ -69,21 +77,52 @@ def trace(
     if run.loop.masked:
         parts["masked"] = True
     key = store.key(parts) if store is not None else ""
-    if store is not None and not refresh:
-        kept, _ = store.get(KIND, key)
-        if kept is not None and (cached := _decode(kept)) is not None:
-            return cached
+    if store is not None and not refresh and (cached := _kept(store, key, run)) is not None:
+        return cached
     from fsdptool.families.objectives.packed_attention import under_masks
     from fsdptool.memory.tracing.make_trace import make_trace
 
     batch = {**parts["batch"], "micro_batch": None}
     tp, ep = parts["tensor"]
     alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
+    about = f"{spec.model_class} of {spec.reference.id}"
     with under_masks() if run.loop.masked or not run.flash else nullcontext():
-        traced = make_trace(spec, run, assumed, trained, teacher, worst_routing=worst_routing, alike=alike)
+        try:
+            traced = make_trace(
+                spec, run, assumed, trained, teacher, worst_routing=worst_routing, alike=alike
+            )
+        except FsdptoolError as error:
+            kind = type(error).__name__
+            if store is not None and _REFUSALS.get(kind) is type(error) and not error.others:
+                refusal = {"error": kind, "message": error.message, "help": error.help}
+                store.put(REFUSAL, _refusal_key(store, key, run), refusal, about=about)
+            raise
     if store is not None and traced.known:
-        store.put(KIND, key, to_json(traced), about=f"{spec.model_class} of {spec.reference.id}")
+        store.put(KIND, key, to_json(traced), about=about)
+    elif store is not None:
+        store.put(REFUSAL, _refusal_key(store, key, run), to_json(traced), about=about)
     return traced
+
+
+def _kept(store: Store, key: str, run: ResolvedRun) -> Trace | None:
+    """Return the trace that the store has, or None.
+
+    Raises:
+        FsdptoolError: The store has that the trace is refused.
+    """
+    for kind, name in ((KIND, key), (REFUSAL, _refusal_key(store, key, run))):
+        kept, _ = store.get(kind, name)
+        if isinstance(kept, dict) and kept.get("error") in _REFUSALS:
+            raise _REFUSALS[kept["error"]](kept["message"], help=kept["help"])
+        if kept is not None and (cached := _decode(kept)) is not None:
+            return cached
+    return None
+
+
+def _refusal_key(store: Store, key: str, run: ResolvedRun) -> str:
+    """Return the key of a refusal: all of a run may be refused, and a package installed later may lift it."""
+    places = (Path(name) for name in sys.path if name.endswith(("site-packages", "dist-packages")))
+    return store.key([key, to_json(run), [place.stat().st_mtime_ns for place in places if place.is_dir()]])
 
 
 def _decode(data: Any) -> Trace | None:
