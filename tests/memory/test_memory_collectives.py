@@ -11,8 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdptool.memory.simulation.collectives import (
     DEVICES,
+    alike,
     copies_of_gradients,
     reduction,
+    rounded_sum,
     unshard_buffers,
     weigh,
 )
@@ -140,3 +142,11 @@ def test_casts_to_float8_hold_what_torchao_allocates() -> None:
     buffers = unshard_buffers(weights, FLOAT8, RANKS, True, 1)
     assert buffers.scaling is not None
     assert buffers.scaling.total == allocated_in(cast)
+
+
+@pytest.mark.parametrize("count", [1, 2, 512, 513, 100_003])
+def test_inputs_of_many_micro_batches_are_as_many_bytes_in_few_allocations(count: int) -> None:
+    sizes = (100, 4096, 513)
+    made = alike(sizes, count, 512)
+    assert rounded_sum(made, 512) == rounded_sum(sizes, 512) * count
+    assert made == sizes * count if count <= 512 else len(made) < 3 * 1024

@@ -44,6 +44,8 @@ WIDTH = {
 }
 """Bytes per element."""
 
+_SINGLY = 512
+"""Micro-batches of a step whose inputs are allocated one by one."""
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -63,6 +65,17 @@ def pinned(size: int) -> int:
 def rounded_sum(sizes: Iterable[int], grain: int) -> int:
     """Return the bytes of several allocations."""
     return sum(-(-size // grain) * grain for size in sizes)
+
+
+def alike(sizes: tuple[int, ...], count: int, grain: int) -> tuple[int, ...]:
+    """Return the allocations of several micro-batches whose inputs live and die together.
+
+    Of more than 512 micro-batches, several share an allocation of the same bytes: the replay of each would
+    take minutes, and segments of the allocator hold the same bytes, but for the last one.
+    """
+    together = max(-(-count // _SINGLY), 1)
+    shared = tuple(rounded_sum((size,), grain) * together for size in sizes)
+    return (shared if together > 1 else sizes) * (count // together) + sizes * (count % together)
 
 
 def shard_shape(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from fsdptool.memory.simulation.collectives import (
     WIDTH,
     MemoryDevice,
     ShardedParameter,
+    alike,
     full_tensor,
     pinned,
     rounded,
@@ -233,7 +234,7 @@ def _forwards(run: OffStep, phase: RunPhase, trace: Trace | None, *, count: int)
     inputs = trace.input_bytes
     if phase is RunPhase.EVALUATION and (run.reads_ahead or not run.device.host_apart):
         steps = 2 if run.reads_ahead and run.recipe.evaluation.batches > 1 else 1
-        inputs = inputs * (steps * run.recipe.batch.accumulation)
+        inputs = alike(inputs, steps * run.recipe.batch.accumulation, before.grain)
     block = Block(INPUTS, rounded_sum(inputs, before.grain), inputs)
     ledger.add(block)
     pieces = program(trace, before.rank.modules, before.grain)

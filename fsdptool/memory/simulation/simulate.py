@@ -8,6 +8,7 @@ from itertools import chain
 from fsdptool.memory.simulation.collectives import (
     WIDTH,
     MemoryDevice,
+    alike,
     replicated_messages,
     rounded,
     rounded_sum,
@@ -225,7 +226,7 @@ def _step(
 
 def _inputs(trace: Trace, recipe: Recipe, grain: int, *, stream: int) -> Block:
     """Return the micro-batches of one step."""
-    sizes = trace.input_bytes * recipe.batch.accumulation
+    sizes = alike(trace.input_bytes, recipe.batch.accumulation, grain)
     return Block(INPUTS, rounded_sum(sizes, grain), sizes, stream)
 
 
@@ -284,7 +285,8 @@ def _distinct_syncs(recipe: Recipe, loop: TrainingLoop) -> list[GradientSync]:
     Gradients that stay unsharded are widened by the first micro-batch and added to by the second.
     """
     unsharded = recipe.sharding.accumulation == "unsharded"
-    *earlier, last = gradient_syncs(recipe.batch.accumulation, unsharded=unsharded, marked=loop.marks_last)
+    count = min(recipe.batch.accumulation, 3)
+    *earlier, last = gradient_syncs(count, unsharded=unsharded, marked=loop.marks_last)
     return [*earlier[: 2 if unsharded else 1], last]
 
 
