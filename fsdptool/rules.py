@@ -245,6 +245,10 @@ RULES = (
          "A driver is loaded and torch counts no GPU: torch is built for other GPUs or for the CPU, its CUDA "
          "does not start, or CUDA_VISIBLE_DEVICES hides them.",
          "Install the build of torch that the message names."),
+    Rule("DOC006", "torch lacks what fsdptool uses", "warning",
+         "fsdptool uses private names of torch, which may change from one version to the next. The installed "
+         "torch lacks one that its version should have.",
+         "Install a tested version of torch, or report the names."),
     # cache.py
     Rule("CACHE001", "cache not usable", "warning",
          "The folder is not writable, or the disk is full. Results are returned, but not stored.",

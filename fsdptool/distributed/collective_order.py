@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from fsdptool.distributed.shard import sharded_modules
 from fsdptool.errors import WorkerError
+from fsdptool.torch_private import fsdp_groups, fsdp_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -231,7 +232,7 @@ class CollectiveOrder:
         self._session = session
         self._units: list[_Unit] = []
         self._sets: list[set[int]] = []
-        self._roots = [module._get_fsdp_state() for module in models]  # type: ignore[operator]
+        self._roots = [fsdp_state(module) for module in models]
         self.used: set[int] = set()
         self._courses: dict[Hashable, _Course] = {}
         self._differs = False
@@ -248,19 +249,16 @@ class CollectiveOrder:
         known: set[int] = set()
         added: set[int] = set()
         for module in sharded_modules(model):
-            state: Any = module._get_fsdp_state()
-            if id(state) in known:
+            state = id(fsdp_state(module))
+            if state in known:
                 continue
-            known.add(id(state))
-            # torch 2.11 has one group for a state.
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    unit = _Unit(group, paths[id(module)] or type(model).__name__)
-                    self._announce(unit, len(self._units))
-                    if unit.spread:
-                        added.add(len(self._units))
-                    self._units.append(unit)
+            known.add(state)
+            for group in fsdp_groups(module):
+                unit = _Unit(group, paths[id(module)] or type(model).__name__)
+                self._announce(unit, len(self._units))
+                if unit.spread:
+                    added.add(len(self._units))
+                self._units.append(unit)
         self._sets.append(added)
 
     def _announce(self, unit: _Unit, index: int) -> None:

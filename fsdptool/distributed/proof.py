@@ -21,6 +21,7 @@ from fsdptool.records.anatomy import Parameter
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.proof import Difference, DifferenceKind
 from fsdptool.records.sharding import Unit, UnitPlan
+from fsdptool.torch_private import fsdp_group
 
 if TYPE_CHECKING:
     from fsdptool.distributed.session import Session
@@ -116,7 +117,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def compute_device(model: nn.Module) -> torch.device:
     """Return the device that forward runs on, wherever the shards live."""
     for module in sharded_modules(model):
-        group: Any = module._get_fsdp_state()._fsdp_param_group
+        group = fsdp_group(module)
         if group is not None:
             return torch.device(group.device)
     return next(iter(model.parameters())).device
@@ -139,7 +140,7 @@ def _groups(model: nn.Module, plan: UnitPlan) -> Iterable[tuple[str, frozenset[s
     paths = {id(module): path for path, module in model.named_modules()}
     seen: set[int] = set()
     for module in sharded_modules(model):
-        group: Any = module._get_fsdp_state()._fsdp_param_group
+        group = fsdp_group(module)
         if group is None or id(group) in seen:
             continue
         seen.add(id(group))

@@ -23,6 +23,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.records.sharding import Unit, UnitPlan
+from fsdptool.torch_private import fsdp_group, fsdp_state
 from fsdptool.versions import torch_is
 
 if TYPE_CHECKING:
@@ -299,12 +300,12 @@ def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> 
     """
     if plan.prefetch <= 1:
         return
-    by_state = {id(unit._get_fsdp_state()): unit for unit in units if id(unit) != id(model)}
+    by_state = {id(fsdp_state(unit)): unit for unit in units if id(unit) != id(model)}
     order: dict[int, FSDPModule] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def note(module: nn.Module, _arguments: object) -> None:
-        state = id(module._get_fsdp_state())  # type: ignore[operator]
+        state = id(fsdp_state(module))
         order.setdefault(state, by_state[state])
 
     def chain_units(_module: nn.Module, _arguments: object, _output: object) -> None:
@@ -319,7 +320,7 @@ def _set_prefetch(plan: UnitPlan, model: nn.Module, units: list[FSDPModule]) -> 
     hooks = [
         module.register_forward_pre_hook(note)
         for module in sharded_modules(model)
-        if id(module._get_fsdp_state()) in by_state and isinstance(module, nn.Module)
+        if id(fsdp_state(module)) in by_state and isinstance(module, nn.Module)
     ]
     hooks.append(model.register_forward_hook(chain_units))
 
@@ -370,15 +371,15 @@ def reshard_all(model: nn.Module) -> None:
     for module in sharded_modules(model):
         # torch 2.11 has no function for it; backward's end clears the same two lists (_fsdp_state.py:
         # _root_post_backward_final_callback, _fsdp_param_group.py:finalize_backward).
-        state: Any = module._get_fsdp_state()
-        state._comm_ctx.post_forward_order.clear()
-        if state._fsdp_param_group is not None:
-            state._fsdp_param_group._post_forward_indices.clear()
+        fsdp_state(module)._comm_ctx.post_forward_order.clear()
+        group = fsdp_group(module)
+        if group is not None:
+            group._post_forward_indices.clear()
 
 
 def managed_names(model: nn.Module, module: FSDPModule) -> list[str]:
     """Return the fully qualified names FSDP manages in ``module``'s group, in its order."""
-    group: Any = module._get_fsdp_state()._fsdp_param_group
+    group = fsdp_group(module)
     if group is None:
         return []
     paths = {id(child): path for path, child in model.named_modules()}

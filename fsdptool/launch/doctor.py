@@ -11,9 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_ids, why_unused
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
@@ -26,6 +29,7 @@ from fsdptool.records.diagnostic import Diagnostic, tool_version
 from fsdptool.records.measurements import MEASURED, Measurements, RankMeasurements
 from fsdptool.records.run import DeviceType
 from fsdptool.runs.trackers import TRACKERS
+from fsdptool.torch_private import lacking
 from fsdptool.versions import TESTED, untested_versions
 
 LIBRARIES = (
@@ -48,7 +52,7 @@ def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]
     Args:
         with_probe: Start two processes on the CPU, and up to two on GPUs, and really shard (several seconds).
     """
-    diagnostics: list[Diagnostic] = [*untested_versions()]
+    diagnostics: list[Diagnostic] = [*untested_versions(), *_private_names()]
     probes: list[Probe] = []
     if with_probe:
         # Before this process looks at the devices, which opens a context on each of them.
@@ -78,6 +82,18 @@ def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]
         probes=tuple(probes),
     )
     return health, tuple(diagnostics)
+
+
+def _private_names() -> Iterator[Diagnostic]:
+    found = Version(metadata.version("torch"))
+    missing = lacking(found.release)
+    if missing:
+        yield Diagnostic(
+            "DOC006",
+            "warning",
+            f"torch {found} lacks what fsdptool uses: {', '.join(map(str, missing))}",
+            help="install a tested version of torch; what needs these names may fail",
+        )
 
 
 def _versions() -> dict[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "fsdptool"
@@ -53,6 +54,7 @@ def graph_of(trees: Mapping[str, ast.Module], *, every: bool) -> dict[str, set[s
     }
 
 
+@cache
 def parsed() -> dict[str, ast.Module]:
     """Return the tree of every module of the package, by its dotted name."""
     names = {

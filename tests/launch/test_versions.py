@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fsdptool import versions
+from fsdptool import torch_private, versions
 from fsdptool.cli.app import run
 from fsdptool.distributed import devices
 from fsdptool.launch import doctor
@@ -20,6 +20,7 @@ from fsdptool.launch.prepare import prepare
 from fsdptool.planning.hardware import expands
 from fsdptool.records.plan import TrainingLoop
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.torch_private import PrivateName
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -68,6 +69,15 @@ def test_other_versions_are_one_line_of_doctor_and_of_the_preflight(
     assert [item.severity for item in told] == ["warning"]
     assert notes == (told[0].message,)
     assert re.fullmatch(r"torch \S+ was not tested .* tested versions are 2\.8 to 2\.15", notes[0])
+
+
+def test_a_private_name_that_torch_lacks_is_one_line_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PrivateName("torch._no_such_module", "name", "a test")
+    monkeypatch.setattr(torch_private, "NAMES", (*torch_private.NAMES, gone))
+    _, diagnostics = doctor.examine(with_probe=False)
+    (told,) = (item for item in diagnostics if item.code == "DOC006")
+    assert told.severity == "warning"
+    assert told.message.endswith(" lacks what fsdptool uses: torch._no_such_module.name")
 
 
 @pytest.mark.parametrize(
