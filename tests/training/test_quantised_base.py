@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.build import build
-from fsdptool.modeling.methods import check_format
 from fsdptool.modeling.methods import quantised_formats as formats
+from fsdptool.modeling.methods.quantised_formats import check_format
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Sharding

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fsdptool.errors import ConfigError
@@ -160,6 +159,8 @@ class LoraMethod(TrainingMethod):
 
     def check_libraries(self, recipe: Recipe) -> None:
         """Refuse a base format whose kernels are not installed."""
+        from fsdptool.modeling.methods.quantised_formats import check_format
+
         check_format((recipe.method.lora or Lora()).base)
 
     def prepare(self, model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
@@ -195,19 +196,6 @@ class LoraMethod(TrainingMethod):
         from fsdptool.modeling.methods.quantised_layers import choose_layers
 
         return {f"{base_name(path)}.weight": lora.base for path in choose_layers(model, lora.base).layers}
-
-
-def check_format(base: str) -> None:
-    """Refuse the format of a base whose kernels are not installed.
-
-    Raises:
-        ConfigError: nf4 without bitsandbytes. The other formats need torch alone.
-    """
-    if base == "nf4" and find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "method.lora.base: nf4 needs bitsandbytes, which is not installed",
-            help="pip install bitsandbytes, or use int8 or float8, which need torch alone",
-        )
 
 
 class DistillationMethod(TrainingMethod):

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fsdptool.errors import ConfigError
 from fsdptool.families.bases.families import quiet
-from fsdptool.modeling.methods import check_format
 
 Format = Literal["nf4", "int8", "float8"]
 
@@ -146,6 +146,19 @@ def _decode_blocks(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
         load_kernels()
         weight = torch.ops.bitsandbytes.dequantize_4bit(codes, flat, BLOCK, "nf4", shape, kernel)
     return weight.to(dtype)
+
+
+def check_format(base: str) -> None:
+    """Refuse the format of a base whose kernels are not installed.
+
+    Raises:
+        ConfigError: nf4 without bitsandbytes. The other formats need torch alone.
+    """
+    if base == "nf4" and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "method.lora.base: nf4 needs bitsandbytes, which is not installed",
+            help="pip install bitsandbytes, or use int8 or float8, which need torch alone",
+        )
 
 
 @cache
