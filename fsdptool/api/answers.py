@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from fsdptool.errors import FsdptoolError
+from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.options import takes
 from fsdptool.planning.options import Options, as_arguments
 from fsdptool.records.anatomy import Anatomy
@@ -41,6 +41,28 @@ class ShownPlan(Plan):
         from fsdptool.report.page.plan import plan_page
 
         return plan_page(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each candidate, with the columns of ``plan --format csv``.
+
+        Figures are in bytes and seconds; None stands for what is unknown.
+        """
+        from fsdptool.report.console.plan import candidate_rows
+
+        names, rows = candidate_rows(self)
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def to_pandas(self) -> Any:
+        """Return :meth:`rows` as a ``pandas.DataFrame``.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("pandas is not installed", help="pip install pandas, or use rows()") from None
+        return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
         """Return the verdict, the shown configuration and what it needs, in a few lines."""

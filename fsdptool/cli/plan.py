@@ -60,7 +60,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Write plan.json, plan.html or plan.svg; for a sweep, .json, .csv or .svg.",
+            help="Write plan.json, .html, .svg or .csv (a row per candidate); for a sweep, .json, .csv or .svg.",
             rich_help_panel=_ANSWER,
         ),
     ] = None,
@@ -213,11 +213,13 @@ def answer(
     import json
 
     from fsdptool.planning.plan import plan_document
-    from fsdptool.report.console.plan import print_candidates, print_plan
+    from fsdptool.report.console.plan import candidates_csv, print_candidates, print_plan
 
     document = plan_document(plan)
     if output is not None and output.suffix == ".json":
         write_file(output, json.dumps(document, indent=1, ensure_ascii=False) + "\n", force=force)
+    elif output is not None and output.suffix == ".csv":
+        write_file(output, candidates_csv(plan), force=force)
     elif output is not None:
         from fsdptool.report.page.plan import plan_file
 
@@ -251,5 +253,5 @@ def check_saved(path: Path, format: RowFormat, *, trust_remote_code: bool = Fals
     return int(ExitCode.FINDINGS if changes else exit_code(after))
 
 
-_PLAN_SUFFIXES = {"a plan": (".json", ".html", ".svg")}
+_PLAN_SUFFIXES = {"a plan": (".json", ".html", ".svg", ".csv")}
 _SWEEP_SUFFIXES = {"a sweep": (".json", ".csv", ".svg")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import pickle
@@ -146,6 +147,27 @@ def test_records_print_in_a_few_lines_and_show_a_page(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(detection)) == detection
     (tmp_path / "plan.json").write_text(json.dumps(plans[0].document()))
     assert fsdptool.read_plan(tmp_path / "plan.json") == plans[0]
+
+
+def test_a_plan_is_a_table_of_its_candidates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in Python, a table of pandas, the printed rows and the written file are one."""
+    options = ("--gpu", "L4-24GB", "--gpus", "2", "--seq-len", "64", "--micro-batch", "1", "--no-search")
+    file = tmp_path / "plan.csv"
+    assert run(["plan", "gpt2:small", *options, "--format", "csv", "-o", str(file)]) == 0
+    assert file.read_text() == capsys.readouterr().out
+    (written,) = csv.DictReader(file.read_text().splitlines())
+    plan = fsdptool.plan("gpt2:small", gpu="L4-24GB", gpus=2, sequence_length=64, micro_batch=1, search=False)
+    (row,) = plan.rows()
+    assert {name: "" if value is None else str(value) for name, value in row.items()} == written
+    assert row["device_total_bytes"] == plan.candidates[0].device_total_bytes
+    table = plan.to_pandas()
+    assert list(table.columns) == list(row)
+    assert table["device_total_bytes"].tolist() == [row["device_total_bytes"]]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pandas is not installed"):
+        plan.to_pandas()
 
 
 def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -559,7 +559,7 @@ def test_sequences_that_cannot_be_split_are_no_candidates(
         ([*HARDWARE, "--lora-rank", "0"], "--lora-rank must be at least 1"),
         ([*HARDWARE, "--lora-rank", "100000000"], "larger than the width of any layer"),
         ([*HARDWARE, "--method", "distillation"], "needs a teacher"),
-        ([*HARDWARE, "-o", "plan.pdf"], "written as .json, .html or .svg"),
+        ([*HARDWARE, "-o", "plan.pdf"], "written as .json, .html, .svg or .csv"),
         ([*HARDWARE, "--override", "hidden_size"], "is not KEY=VALUE"),
         ([*HARDWARE, "--cluster", "x.yaml"], "both --cluster and --gpu"),
         (["--profile", "cpu-gloo", "--gpu", "h100"], "has no GPU"),

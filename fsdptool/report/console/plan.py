@@ -112,13 +112,25 @@ def _command(plan: Plan, command: Sequence[str] | None) -> None:
 
 
 def print_candidates(plan: Plan, separator: Literal["tsv", "csv"]) -> None:
-    """Print every candidate for programs: figures in bytes and seconds, an empty cell for what is unknown."""
+    """Print every candidate for programs (:func:`~fsdptool.report.console.tables.print_rows`)."""
+    print_rows(*candidate_rows(plan), separator=separator)
+
+
+def candidates_csv(plan: Plan) -> str:
+    """Return the candidates as CSV."""
+    stream = io.StringIO()
+    print_rows(*candidate_rows(plan), separator="csv", stream=stream)
+    return stream.getvalue()
+
+
+def candidate_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Return column names, and a row for each candidate: bytes and seconds, None for what is unknown."""
     figures = (
         *("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes"),
         *("host_bytes_per_node", "step_seconds", "samples_per_second", "tokens_per_second", "mfu"),
     )
     settings = [item.name for item in fields(SearchPoint) if item.name != "cluster"]
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for item in plan.candidates:
         rejection = item.rejected_by
         kind = rejection.kind.value if rejection is not None else None
@@ -133,8 +145,7 @@ def print_candidates(plan: Plan, separator: Literal["tsv", "csv"]) -> None:
                 rejection.detail if rejection is not None else None,
             )
         )
-    heads = ("candidate", "cluster", "verdict", *figures, *settings, "reason")
-    print_rows(heads, rows, separator=separator)
+    return ("candidate", "cluster", "verdict", *figures, *settings, "reason"), rows
 
 
 def _components(candidate: Candidate, *, explain: bool) -> None:
