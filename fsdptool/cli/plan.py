@@ -60,7 +60,7 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="Write plan.json, .html, .svg or .csv (a row per candidate); for a sweep, .json, .csv or .svg.",
+            help="Write plan.json, .html, .svg or .csv (rows of candidates); a sweep: .json, .csv or .svg.",
             rich_help_panel=_ANSWER,
         ),
     ] = None,
