@@ -1,6 +1,6 @@
 """Hazards of a model under accelerate 1.15 and torch 2.13, and the setting that avoids each. Torch-free.
 
-Each rule was reproduced on those versions (docs/reference/plan-findings.md says how).
+Each rule was reproduced on those versions (docs/rules.md lists them).
 """
 
 from __future__ import annotations
