@@ -226,6 +226,12 @@ RULES = (
          "The configuration of another program asks for LoRA. A plan reads its sharding and not its"
          " training method, so that full fine-tuning is planned.",
          "Give --method lora with --lora-rank and --lora-target, or a recipe with the method."),
+    Rule("PLN017", "4-bit base that accelerate does not shard", "warning",
+         "accelerate 1.14 and newer (`fsdp2_prepare_model`) leaves the parameters of a 4-bit base out of "
+         "sharding if they are stored in an integer dtype: every GPU holds the whole base. Earlier versions "
+         "shard it and lose its quantisation state. uint8 is the default of TRL and transformers. The plan "
+         "shards the base; the message says how much more a GPU needs.",
+         "Set bnb_4bit_quant_storage to the dtype in which the run computes, such as bfloat16."),
     # launch/doctor.py
     Rule("DOC001", "GPU memory is in use", "warning",
          "Less than 90% of a GPU's memory is free.",
@@ -249,6 +255,10 @@ RULES = (
          "fsdptool uses private names of torch, which may change from one version to the next. The installed "
          "torch lacks one that its version should have.",
          "Install a tested version of torch, or report the names."),
+    Rule("DOC007", "installed version with repaired bugs", "info",
+         "Advisories list bugs of library versions that change FSDP runs. A newer release repairs some that "
+         "the installed version has. Which of them affect a run depends on its settings.",
+         "`fsdptool audit FILE` names those that affect the run of a file."),
     # cache.py
     Rule("CACHE001", "cache not usable", "warning",
          "The folder is not writable, or the disk is full. Results are returned, but not stored.",

@@ -17,6 +17,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import to_python
 from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.resolved_run import ResolvedRun
 
 _OF_LAUNCHER = ("fsdp_", "dynamo_", "parallelism_config", "distributed_type")
 """How keys begin that only the file of ``accelerate launch`` has, or that have no effect elsewhere."""
@@ -89,6 +90,24 @@ def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None 
     if _runs_fsdp1(values.get("program"), keys, versions):
         values["fsdp"] = values["settings.fsdp_version"] = 1
     return Facts(values, keys, is_launch)
+
+
+def own_facts(run: ResolvedRun) -> Facts:
+    """Return the facts of a run of fsdptool's own trainer, of which no key is open."""
+    recipe, settings = run.recipe, run.settings
+    values: dict[str, Any] = {
+        "program": "fsdptool",
+        "fsdp": 2,
+        "method": recipe.method.name,
+        "objective": recipe.objective.name,
+        "optimizer": recipe.optimizer.name,
+        "accumulation": recipe.batch.accumulation,
+        "cpu_offload": settings.cpu_offload,
+        "processes": settings.num_processes,
+        "settings.mixed_precision": settings.mixed_precision,
+    }
+    values |= {name: getattr(run.mesh, name.removeprefix("mesh.")) for name in _DIVIDED}
+    return Facts(values, {}, is_launch=False)
 
 
 def _of_settings(reading: Reading) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -168,8 +169,15 @@ def installed() -> Versions:
     """Return the installed versions of the packages that advisories name."""
     versions = {}
     for package in named_packages():
-        try:
-            versions[package] = (Version(metadata.version(package)),)
-        except (metadata.PackageNotFoundError, InvalidVersion):
-            continue
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return exact_versions(versions)
+
+
+def exact_versions(written: Mapping[str, Any]) -> Versions:
+    """Return the versions of packages that are written as PEP 440 has them; others are left out."""
+    versions = {}
+    for package, version in written.items():
+        with suppress(InvalidVersion, TypeError):
+            versions[package] = (Version(version),)
     return versions

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdptool.advisories.catalogue import Versions, advisories, affected_version, fixed_in
 from fsdptool.advisories.facts import Facts
 from fsdptool.records.advisory import Advisory, AuditFinding, FactTest
+from fsdptool.records.diagnostic import Diagnostic
 
 _WORDS = {
     "fsdp": "whether FSDP runs, and its version",
@@ -42,6 +43,23 @@ def findings(facts: Facts, versions: Versions, ignored: Collection[str] = ()) ->
     """
     found = (finding(item, facts, versions) for item in advisories() if item.id not in ignored)
     return tuple(sorted((item for item in found if item), key=lambda item: (item.verdict, item.id)))
+
+
+def diagnostics(facts: Facts, versions: Versions, path: str | None) -> Iterator[Diagnostic]:
+    """Yield a finding FSD376 for every advisory that applies to the run of a file."""
+    for item in findings(facts, versions):
+        if item.verdict != "applies" or item.effect == "cosmetic":
+            continue
+        repaired = (
+            f"fixed in {item.fixed_in}" if item.fixed_in is not None else "no repaired release is known"
+        )
+        yield Diagnostic(
+            "FSD376",
+            "warning",
+            f"{item.package} {item.installed} ({repaired}): {item.summary} ({item.id})",
+            help=f"{item.change}; see {item.references[0]}",
+            path=path,
+        )
 
 
 def finding(advisory: Advisory, facts: Facts, versions: Versions) -> AuditFinding | None:

@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
+from fsdptool.config.dialects import known_programs
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
 from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Conditions, Reading, Verdict
@@ -193,7 +194,7 @@ class Linter:
             conditions: What it is judged by.
             source: Its text, where it does not come from the file.
         """
-        reading = judged_or_failed(path if source is None else source, conditions)
+        reading = _with_known_bugs(judged_or_failed(path if source is None else source, conditions))
         found = not named or self._skips_unknown(path)
         return self.sift(as_found(reading) if found else reading, path)
 
@@ -221,6 +222,25 @@ class Linter:
         if self.baseline is not None:
             return self.baseline
         return settings.root / settings.baseline if settings.baseline is not None else None
+
+
+def _with_known_bugs(reading: Reading) -> Reading:
+    """Return a reading with the known bugs of the versions that ``--target`` names."""
+    target, source = reading.conditions.target, reading.source
+    if target is None or source is None or reading.version is None:
+        return reading
+    from fsdptool.advisories.facts import read_facts
+    from fsdptool.advisories.locks import read_targets
+    from fsdptool.advisories.matching import diagnostics
+
+    package = known_programs()[reading.consumer.name].package
+    versions = read_targets([target if "==" in target.partition(",")[0] else f"{package}=={target}"])
+    try:
+        facts = read_facts(source, versions, reading.conditions.files)
+    except ConfigError:
+        return reading
+    bugs = diagnostics(facts, versions, reading.path)
+    return replace(reading, diagnostics=(*reading.diagnostics, *bugs))
 
 
 def conditions(options: LintOptions) -> Conditions:

@@ -18,6 +18,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from fsdptool.advisories.catalogue import advisories, affected_version, fixed_in
+from fsdptool.advisories.locks import installed
 from fsdptool.distributed.devices import count_gpus, local_id, uuid_of, visible_ids, why_unused
 from fsdptool.distributed.rendezvous import FOLDER, LOCAL
 from fsdptool.errors import ConfigError
@@ -52,7 +54,7 @@ def examine(*, with_probe: bool = True) -> tuple[Health, tuple[Diagnostic, ...]]
     Args:
         with_probe: Start two processes on the CPU, and up to two on GPUs, and really shard (several seconds).
     """
-    diagnostics: list[Diagnostic] = [*untested_versions(), *_private_names()]
+    diagnostics: list[Diagnostic] = [*untested_versions(), *_private_names(), *_repaired_bugs()]
     probes: list[Probe] = []
     if with_probe:
         # Before this process looks at the devices, which opens a context on each of them.
@@ -93,6 +95,24 @@ def _private_names() -> Iterator[Diagnostic]:
             "warning",
             f"torch {found} lacks what fsdptool uses: {', '.join(map(str, missing))}",
             help="install a tested version of torch; what needs these names may fail",
+        )
+
+
+def _repaired_bugs() -> Iterator[Diagnostic]:
+    """Yield a finding for every installed library of whose known bugs a newer release repairs some."""
+    versions = installed()
+    repaired: dict[str, list[str]] = {}
+    for advisory in advisories():
+        version = affected_version(advisory, versions)
+        if version is not None and fixed_in(advisory, version) is not None:
+            repaired.setdefault(f"{advisory.package} {version}", []).append(advisory.id)
+    for library, names in repaired.items():
+        bugs = "1 known bug" if len(names) == 1 else f"{len(names)} known bugs"
+        yield Diagnostic(
+            "DOC007",
+            "info",
+            f"{library} has {bugs} that a newer release repairs: {', '.join(names)}",
+            help="fsdptool audit FILE names those that affect a run",
         )
 
 

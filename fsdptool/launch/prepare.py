@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from fsdptool.advisories.facts import own_facts
+from fsdptool.advisories.locks import installed
+from fsdptool.advisories.matching import diagnostics
 from fsdptool.distributed.devices import count_gpus, why_unused
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import UnreadableError, read_bytes
@@ -125,6 +128,7 @@ def prepare(
     anatomy = inspect(spec)
     run, compilation, fused_loss = _decide(anatomy, run, on_this_machine=not without_gpus)
     recipe = replace(recipe, sharding=run.recipe.sharding, objective=run.recipe.objective)
+    bugs = diagnostics(own_facts(run), installed(), str(recipe_path))
     units = plan_units(anatomy, run)
     teacher_spec, teacher_units = _teacher(run, recipe_path)
     if teacher_spec is not None:
@@ -146,7 +150,7 @@ def prepare(
         world_size=world_size,
         per_machine=per_machine,
         prediction=prediction and replace(prediction, compilation=compilation, fused_loss=fused_loss),
-        diagnostics=tuple(item for item in reading.diagnostics if item.severity != "error"),
+        diagnostics=(*(item for item in reading.diagnostics if item.severity != "error"), *bugs),
         notes=(
             *(finding.message for finding in untested_versions()),
             *weights_left_out(spec, recipe.model),

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fsdptool.config.programs import PROGRAMS, installed_version, is_before
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import roomy
+from fsdptool.planning.file_run import LAUNCHED
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
@@ -40,7 +42,32 @@ def advise(
         *_sizes(estimator.spec, inputs.recipe),
         *_packing(estimator.spec, inputs.recipe),
         *_needless(estimator, inputs, point, requested, chosen),
+        *_whole_base(estimator, inputs, chosen or requested),
     ]
+
+
+def _whole_base(estimator: Estimator, inputs: PlanInputs, candidate: Candidate) -> Iterator[Diagnostic]:
+    """Say what accelerate adds to a 4-bit base of bytes: since 1.14 it leaves their parameters whole."""
+    run = inputs.run
+    if run is None or run.program not in LAUNCHED or "storage uint8" not in (run.quantisation or ""):
+        return
+    version = installed_version("accelerate") or PROGRAMS["accelerate"].checked or "0"
+    rank = estimator.rank_of(candidate.settings, inputs.clusters[candidate.settings.cluster])
+    codes = sum(
+        parameter.numel
+        for unit in rank.plan.units
+        for parameter in unit.parameters
+        if parameter.dtype == "uint8"
+    )
+    more = codes - codes // rank.degree
+    if more and not is_before(version, 1, 14):
+        yield Diagnostic(
+            "PLN017",
+            "warning",
+            f"accelerate {version} does not shard a 4-bit base that is stored in uint8: + {amount(more)} per"
+            " GPU, which this plan does not contain",
+            help="set bnb_4bit_quant_storage to the dtype in which the run computes, such as bfloat16",
+        )
 
 
 def does_not_fit(candidate: Candidate) -> bool:

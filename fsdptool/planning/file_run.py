@@ -56,7 +56,7 @@ _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
     "classification": "classification", "reward": "classification",
 }  # fmt: skip
-_LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
+LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
@@ -207,7 +207,7 @@ def file_run(
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
     if run.fsdp == "none" and ranks > 1 and run.method in (None, "full"):
         limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
-    if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in _LAUNCHED:
+    if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in LAUNCHED:
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))

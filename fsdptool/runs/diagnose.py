@@ -50,7 +50,7 @@ def _diagnose_run(folder: Path) -> FailureDiagnosis:
         )
     view = read_view(folder)
     logs = tuple(_run_logs(folder, view))
-    answer = diagnose_logs(str(folder), logs)
+    answer = diagnose_logs(str(folder), logs, _run_versions(folder))
     failed = view.state in ("failed", "dead")
     if not failed:
         # A run that goes on or ended well logs warnings that look like failures.
@@ -64,6 +64,13 @@ def _diagnose_run(folder: Path) -> FailureDiagnosis:
         memory=_memory_account(folder) if failed else None,
         facts=None,
     )
+
+
+def _run_versions(folder: Path) -> Mapping[str, str]:
+    """Return the versions of libraries that a run was started with."""
+    run = read_own_json(folder / RUN)
+    libraries = run.get("libraries") if isinstance(run, dict) else None
+    return libraries if isinstance(libraries, dict) else {}
 
 
 _RUN_PHASES: Mapping[str, FailurePhase] = {

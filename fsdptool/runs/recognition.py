@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from fsdptool.advisories.catalogue import Versions, advisories, affected_version, fixed_in
+from fsdptool.advisories.locks import exact_versions
 from fsdptool.records.diagnosis import (
     Cause,
     CollectiveCall,
@@ -45,6 +47,12 @@ _CONTEXTS = 40
 
 _WINDOW = 700
 """Characters before and after a text in which a pattern is looked for."""
+
+_PLACEHOLDER = re.compile(r"\.\.\.|\{[^}]*\}|'[^' ]*'")
+"""What differs between messages of one bug, as advisories write it."""
+
+_SPECIFIC = 20
+"""Characters of the longest part of a message by which a bug is known."""
 
 _COUNTED = 1000
 _ALSO = 3
@@ -152,13 +160,17 @@ _FIRST_FAILURE = "Root Cause (first observed failure)"
 _STRUCTURE = (_DUMPED, _COLLECTIVE_TEXT, _RESTART, _FIRST_FAILURE)
 
 
-def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
+def diagnose_logs(
+    target: str, logs: Sequence[LogText], versions: Mapping[str, str] | None = None
+) -> FailureDiagnosis:
     """Recognise known failures in logs that were read before.
 
     Args:
         target: What the answer is about.
         logs: One or several logs of the same run.
+        versions: Versions of the run's libraries, if they are known apart from the logs.
     """
+    said = facts(logs)
     texts = {*_STRUCTURE, *(text for item in _table() for text in item.signature.texts)}
     indexed = [(log, TextIndex(log.lines, texts)) for log in logs]
     seen = _beside_others([each for log, index in indexed for each in _matches(log, index)])
@@ -185,6 +197,7 @@ def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
     failures.sort(key=lambda item: item.consequence)
     if divergence is None and behind is None:
         notes += _absent_ranks(logs, failures)
+    notes += _known_bugs(logs, exact_versions({**said.versions, **(versions or {})}))
     return FailureDiagnosis(
         target=target,
         failures=tuple(failures),
@@ -197,8 +210,25 @@ def diagnose_logs(target: str, logs: Sequence[LogText]) -> FailureDiagnosis:
         memory=None,
         divergence=divergence,
         ended_well=well,
-        facts=facts(logs),
+        facts=said,
     )
+
+
+def _known_bugs(logs: Sequence[LogText], versions: Versions) -> Iterator[str]:
+    """Yield the advisories of the run's versions whose message is in the logs."""
+    for advisory in advisories():
+        error, version = advisory.database_specific.error, affected_version(advisory, versions)
+        if error is None or version is None:
+            continue
+        parts = [part for piece in _PLACEHOLDER.split(error) if len(part := piece.strip()) > 3]
+        message = re.compile(r".{0,200}?".join(map(re.escape, parts)))
+        if max(map(len, parts), default=0) >= _SPECIFIC and any(message.search(log.text) for log in logs):
+            repaired = fixed_in(advisory, version)
+            until = f"fixed in {repaired}" if repaired is not None else "no repaired release is known"
+            yield (
+                f"{advisory.package} {version} has a known bug with this message ({advisory.id}, {until}):"
+                f" {advisory.database_specific.change}; see {advisory.references[0].url}"
+            )
 
 
 def _beside_others(seen: Sequence[_Seen]) -> list[_Seen]:

@@ -267,6 +267,10 @@ def _nested(root: Node) -> str | None:
     return None
 
 
+BESIDE = ("torch", "peft", "bitsandbytes", "torchao", "datasets", "diffusers")
+"""Packages that run beside a program, whose versions ``--target`` may name."""
+
+
 def known_programs() -> dict[str, Program]:
     """Return every program by name: those above, and what installed dialects bring."""
     brought = (program for dialect in load_registry().all() for program in dialect.programs)
@@ -305,7 +309,7 @@ def resolve_consumer(
         )
     first, *others = target.split(",") if target is not None else [None]
     package, version = _target(first)
-    beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, "torch") for item in others))
+    beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, *BESIDE) for item in others))
     if package is not None and package != program.package:
         if name is not None:
             raise ConfigError(

@@ -294,6 +294,13 @@ MEANING = (
          "float8 all-gather) and optimizers (polora, q_galore_adamw8bit and flash_* need FSDP2).",
          "Change one of the settings that the message names.",
          example=added("", "adapter: qlora\n", to="base_model: m\ndatasets: []\nload_in_4bit: true\n")),
+    Rule("FSD376", "known bug of the named versions", "warning",
+         "--target names versions of libraries, and the file's run meets a known bug of one of them. "
+         "`fsdptool audit` gives the consequence in full, and also names bugs that may apply.",
+         "Install the repaired version, or make the change that the finding names.",
+         example=Example(FSDP2 + "  fsdp_activation_checkpointing: true\n",
+                         FSDP2 + "  fsdp_activation_checkpointing: true\n",
+                         "--target accelerate==1.14", "--target accelerate==1.15")),
 )  # fmt: skip
 
 
