@@ -1,4 +1,4 @@
-"""Known bugs of versions show beside ``audit``: in findings, before a run, on a machine, in a log and in a plan."""
+"""Known bugs of versions show beside ``audit``: in findings, before a run, in a log and in a plan."""
 
 from __future__ import annotations
 
