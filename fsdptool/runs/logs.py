@@ -393,7 +393,7 @@ def ended_well(log: LogText, since: int = 0) -> bool:
 
 
 _VERSIONS = re.compile(
-    r"(?:\b(?P<name>torch|pytorch|PyTorch|accelerate|transformers|trl|peft|deepspeed|datasets|safetensors|axolotl"
+    r"(?:\b(?P<name>torch|pytorch|PyTorch|[Aa]ccelerate|transformers|trl|peft|deepspeed|datasets|safetensors|axolotl"
     r"|bitsandbytes|flash[-_]attn|vllm|ray|verl|torchtitan|torchtune|diffusers|lightning|triton|torchao|liger[-_]kernel"
     r"|NCCL|nvidia-nccl-cu\d\d|CUDA|Driver|Python)`?"
     r"(?: [Vv]ersion(?: \([^()]{0,20}\))?:? ?|==| {1,40}v?|: v?|/)=?)"
