@@ -107,7 +107,7 @@ def test_a_log_with_message_and_version_names_the_bug(tmp_path: Path, banner: st
 def test_a_plan_says_what_a_whole_base_adds(tmp_path: Path, more: str, found: bool) -> None:
     file = tmp_path / "train.sh"
     file.write_text(QLORA.format(more=more), encoding="utf-8")
-    plan = fsdptool.plan(file, model="llama3:tiny", gpu="A100-80GB-SXM", gpus=4)
+    plan = fsdptool.plan(str(file), model="llama3:tiny", gpu="A100-80GB-SXM", gpus=4)
     messages = [item.message for item in plan.diagnostics if item.code == "PLN017"]
     assert len(messages) == found
     assert all("does not shard a 4-bit base" in message and " per GPU" in message for message in messages)
