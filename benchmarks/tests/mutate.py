@@ -64,6 +64,8 @@ class Fault:
 
 def planted(node: ast.AST) -> ast.AST | None:
     """Return what replaces a node, or None for a node that stays."""
+    if not isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant | ast.UnaryOp):
+        return None
     changed: Any = copy.deepcopy(node)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
         changed.ops = [_OPERATORS[type(node.ops[0])]()]

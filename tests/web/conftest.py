@@ -21,15 +21,29 @@ from fsdptool.web.security import Limits, Policy, WebSession
 from fsdptool.web.server import build_app
 
 
+@pytest.fixture(scope="session")
+def answering() -> Iterator[Jobs]:
+    """The process that answers the questions of all sites: to load its libraries takes seconds."""
+    jobs = Jobs()
+    jobs.warm()
+    yield jobs
+    jobs.close()
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path, answering: Jobs) -> Iterator[Site]:
     """An application whose only root is an empty folder; a body of more than 64 KiB is too large."""
     folder = tmp_path / "models"
     folder.mkdir()
-    session, jobs = WebSession(8400), Jobs()
-    app = build_app(Policy(session, frozenset({HOST}), Limits(body_bytes=1 << 16)), Roots([folder]), jobs)
-    yield Site(app, session, folder, jobs)
-    jobs.close()
+    session = WebSession(8400)
+    policy = Policy(session, frozenset({HOST}), Limits(body_bytes=1 << 16))
+    yield Site(build_app(policy, Roots([folder]), answering), session, folder, answering)
+    asked = list(answering._jobs.values())
+    for job in asked:
+        answering.cancel(job)
+    for job in asked:
+        assert job.wait(PATIENCE)
+        answering.forget(job)
 
 
 @pytest.fixture
