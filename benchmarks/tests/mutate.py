@@ -125,7 +125,10 @@ def choose(count: int, seed: int) -> list[Fault]:
     chosen = []
     for number, package in enumerate(PACKAGES):
         paths = sorted((ROOT / "fsdptool" / package).rglob("*.py"))
-        every = sorted({fault for path in paths for fault in faults(path)}, key=lambda f: (f.module, f.start))
+        every = sorted(
+            {fault for path in paths for fault in faults(path)},
+            key=lambda f: (f.module, f.start, f.end, f.planted),
+        )
         share = count // len(PACKAGES) + (number < count % len(PACKAGES))
         chosen += chooser.sample(every, share)
     return chosen
