@@ -40,6 +40,7 @@ def _describes_a_run(path: Path) -> bool:
 
 if corpus.folder() is not None:
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("to", load_registry().names)
     def test_another_dialect_says_the_same(to: str, tmp_path: Path) -> None:
         written = 0

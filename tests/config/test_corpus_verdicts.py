@@ -69,6 +69,7 @@ if corpus.folder() is not None:
         jsonschema.Draft7Validator(SCHEMA, format_checker=jsonschema.FormatChecker()).validate(log)
         assert len(log["runs"][0]["results"]) > len(FILES)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("dialect", ["accelerate", "trainer"])
     def test_the_consumer_runs_what_explain_prints(dialect: str, mode: str, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ if corpus.folder() is not None:
                     changed.write_text(changed.read_text().replace("warmup_steps: 0.1", "warmup_steps: 1"))
                     axolotl_oracle.check_explained(changed)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["fix", "unsafe", "migrate"])
     def test_a_second_run_changes_nothing(mode: str, tmp_path: Path) -> None:
         for path in FILES:

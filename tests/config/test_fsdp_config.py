@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate_oracle
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -89,6 +90,7 @@ def files(draw: Any) -> dict[str, Any]:
     return {**top, "fsdp_config": block}
 
 
+@pytest.mark.slow
 def test_all_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     seen = {"refused": 0, "taken": 0, "fixed": 0}

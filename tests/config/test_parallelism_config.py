@@ -63,6 +63,7 @@ def accelerate_takes(path: Path) -> accelerate_oracle.Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_all_values_are_read_as_accelerate_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     seen = {"refused": 0, "taken": 0, "split": 0}

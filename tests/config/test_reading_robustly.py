@@ -42,6 +42,7 @@ OWN = [
 ]
 
 
+@pytest.mark.slow
 def test_mutations_of_our_own_files() -> None:
     """A bounded share of benchmarks/config/fuzz.py; the committed result has the full count."""
     report = fuzz.fuzz(OWN, 250, seed=7)
@@ -51,6 +52,7 @@ def test_mutations_of_our_own_files() -> None:
 
 if corpus.folder() is not None:
 
+    @pytest.mark.slow
     def test_mutations_of_the_corpus() -> None:
         files = [(path.name, path.read_bytes()) for path in corpus.files()]
         report = fuzz.fuzz(files, 150, seed=11)

@@ -400,6 +400,7 @@ def test_a_run_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.C
     assert "llamafactory has no counterpart of a run with the objective grpo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_recipe_and_its_accelerate_file_describe_the_run_and_train_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,6 +446,7 @@ def test_a_recipe_and_its_accelerate_file_describe_the_run_and_train_it(
     assert Path("out/metrics.jsonl").read_text(encoding="utf-8").count("\n") >= 1
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_for_a_program_with_what_it_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_layers_are_divided_before_the_optimizer_goes_to_the_host(
     assert _calls_for_dividing(both, inputs) is calls
 
 
+@pytest.mark.slow
 def test_a_unit_that_every_gpu_gathers_whole_is_named(tmp_path: Path) -> None:
     plan = planned(tmp_path, MOE, 950_000_000, gpus=8, nodes=16, layout="accelerate")
     document = plan_document(plan)
@@ -265,6 +266,7 @@ def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(t
     assert same.candidates[0].device_total_bytes == step.device_total_bytes
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_per_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 128}))
     (tmp_path / "gpus.yaml").write_text(TINY % 1_000_000_000)

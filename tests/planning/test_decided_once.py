@@ -27,6 +27,7 @@ MODEL = {
 }
 
 
+@pytest.mark.slow
 def test_a_search_decides_the_run_and_reads_the_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def _tied(unit: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +186,7 @@ def test_the_step_is_that_of_the_slowest_stage_with_bubble_and_transfers(
         chosen_run(again)
 
 
+@pytest.mark.slow
 def test_reserved_peaks_of_stages_are_kept_apart(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

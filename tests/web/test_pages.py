@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 import yaml
 from sites import TINY, Site
 from starlette.testclient import TestClient
@@ -129,13 +130,14 @@ def test_a_question_to_plan_is_checked_before_it_is_asked(site: Site) -> None:
     assert re.search(r'class="field wrong">\s*<label for="field-(hsdp|gpu)"', text)
 
 
+@pytest.mark.slow
 def test_offers_saved_as_files_are_planned_side_by_side(site: Site) -> None:
     (site.folder / "tiny").mkdir()
     (site.folder / "tiny" / "config.json").write_text(json.dumps(TINY))
     for name, gpu in (("a", "H100-80GB-SXM"), ("b", "RTX-4090-24GB")):
         text = f"name: {name}<b>\ngpu: {gpu}\ngpus_per_node: 2\nprice_per_gpu_hour: 1.5\n"
         (site.folder / f"{name}.yaml").write_text(text)
-    query = "reference=models/tiny&sequence_length=64&clusters=models/a.yaml,models/b.yaml"
+    query = "reference=models/tiny&sequence_length=64&search=no&clusters=models/a.yaml,models/b.yaml"
     client = site.client()
     text = settled(client, site, f"/plan?{query}")
     assert "a&lt;b&gt;" in text
@@ -148,6 +150,7 @@ def test_offers_saved_as_files_are_planned_side_by_side(site: Site) -> None:
     assert "4 H200-141GB-SXM" in settled(client, site, f"/plan?{query}")
 
 
+@pytest.mark.slow
 def test_a_training_file_is_planned_where_a_model_is_asked_for(site: Site) -> None:
     (site.folder / "tiny").mkdir(exist_ok=True)
     (site.folder / "tiny" / "config.json").write_text(json.dumps(TINY))
