@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import fsdptool
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = runpy.run_path(str(ROOT / "benchmarks" / "readme" / "site.py"))
@@ -116,6 +118,12 @@ def test_the_generated_pages_name_what_the_program_has() -> None:
         "changelog.md": "## 0.1.0",
     }
     assert not [page for page, text in expected.items() if text not in pages[page]]
+
+
+def test_the_reference_has_every_public_function() -> None:
+    page = (DOCS / "reference" / "functions.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: (\S+)$", page, flags=re.M))
+    assert described >= {f"{module}.{name}" for name, module in fsdptool._PUBLIC.items()}
 
 
 @pytest.fixture(scope="module")
