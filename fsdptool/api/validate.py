@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 from fsdptool.config.dialects import known_programs
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
-from fsdptool.config.reader import judged_or_failed
+from fsdptool.config.reader import SCRIPTS, judged_or_failed
 from fsdptool.config.result import Conditions, Reading, Verdict
 from fsdptool.config.rules import RULES
 from fsdptool.config.rules.model import Hardware, Need
@@ -33,6 +33,7 @@ from fsdptool.options import (
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
+from fsdptool.scripts.judge import mentions_fsdp
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from fsdptool.records.cluster import Gpu
     from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
+
+
+_CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -134,7 +138,7 @@ class Linter:
     isolated: bool = False
     with_baseline: bool = True
     accepted: int = 0
-    suffixes: tuple[str, ...] = (".yaml", ".yml", ".json", ".toml")
+    suffixes: tuple[str, ...] = _CONFIGURATIONS
     _found: dict[Path, LintSettings] = field(default_factory=dict)
     _settings: dict[Path, LintSettings] = field(default_factory=dict)
     _baselines: dict[Path, Baseline] = field(default_factory=dict)
@@ -151,6 +155,7 @@ class Linter:
             baseline=Path(baseline) if baseline else None,
             skip_unknown=options["skip_unknown"],
             isolated=options["isolated"],
+            suffixes=(*_CONFIGURATIONS, *SCRIPTS),
         )
 
     def settings(self, path: Path) -> LintSettings:
@@ -363,13 +368,13 @@ def _sequence(anatomy: Anatomy) -> int | None:
 def expand(
     paths: Iterable[Path],
     excluded: Callable[[Path], bool] = lambda _path: False,
-    suffixes: tuple[str, ...] = (".yaml", ".yml", ".json", ".toml"),
+    suffixes: tuple[str, ...] = _CONFIGURATIONS,
 ) -> dict[Path, bool]:
     """Return the files to read, each once, and whether it was named itself (not found in a folder).
 
     A folder stands for its files of some kinds; names that begin with a dot are skipped, as are the folders
-    of installed packages and of runs. A run folder that is named itself stands for the recipe and the
-    configuration that the run was started with.
+    of installed packages and of runs, and scripts that do not mention FSDP. A run folder that is named itself
+    stands for the recipe and the configuration that the run was started with.
 
     Args:
         paths: Files and folders.
@@ -412,7 +417,9 @@ def _configurations(
         folders[:] = [name for name in folders if name not in out]
         for name in names:
             known = name.lower().endswith(suffixes) and not name.startswith(".") and name not in _PROJECT
-            if known and name not in out and is_file(items[name]) and _is_inside(items[name], folder):
+            if not known or name in out or not is_file(items[name]) or not _is_inside(items[name], folder):
+                continue
+            if not name.endswith(SCRIPTS) or mentions_fsdp(items[name]):
                 yield items[name]
 
 

@@ -17,6 +17,7 @@ from fsdptool.config.dialects import (
     known_programs,
     load_registry,
     resolve_consumer,
+    script_versions,
     sniff_dialect,
 )
 from fsdptool.config.dialects.protocol import Dialect, DialectFinding, LintContext, parse_source
@@ -118,6 +119,9 @@ def _read(
 ) -> Reading:
     """Read and judge a text, without trying its fixes; ``judge`` is a consumer that was resolved before."""
     form = conditions.dialect
+    path = path_or_text.path if isinstance(path_or_text, SourceText) else str(path_or_text)
+    if form is None and path is not None and path.endswith(SCRIPTS) and "\n" not in path:
+        return _read_script(path_or_text, path, conditions)
     if isinstance(form, str):
         form = load_registry().get(form)
     failed = partial(_failed, judged_for=_consumer(conditions, form), conditions=conditions)
@@ -149,6 +153,31 @@ def _read(
 
     first, *others = (judged(line.document, line) for line in read_lines(source, conditions.files))
     return _together(first, others)
+
+
+SCRIPTS = (".py", ".ipynb")
+"""Endings of the files that are read as training scripts."""
+
+
+def _read_script(path_or_text: str | Path | SourceText, path: str, conditions: Conditions) -> Reading:
+    """Judge a training script; it is parsed, and never imported or run."""
+    from fsdptool.scripts.judge import judge_script
+
+    versions = script_versions(conditions.target)
+    consumer = Consumer("torch", versions["torch"], beside=tuple(versions.items()))
+    try:
+        source = _source(path_or_text)
+    except UnreadableError as error:
+        return _failed(error.code, error.message, consumer, conditions, path=path)
+    judged = judge_script(source, versions)
+    if judged.refusal is not None:
+        message, line, column = judged.refusal
+        index = source.line_start(line) + column - 1
+        return _failed("FSD104", message, consumer, conditions, path=path, source=source, index=index)
+    return Reading(
+        None, judged.findings, (), (), "python", consumer, conditions, path=source.path, source=source,
+        changes=tuple({} for _ in judged.findings), suppressed=judged.suppressed,
+    )  # fmt: skip
 
 
 def _judge(

@@ -307,8 +307,12 @@ def resolve_consumer(
         raise ConfigError(
             f"unknown consumer {chosen!r}", help=f"choose one of: {', '.join(known_programs())}"
         )
-    first, *others = target.split(",") if target is not None else [None]
-    package, version = _target(first)
+    others: list[str] = target.split(",")[1:] if target is not None else []
+    first = target.partition(",")[0] if target is not None else None
+    package, version = _target(first, "torch")
+    if package == "torch" and first is not None:
+        others.insert(0, first)
+        package = version = None
     beside = tuple((found[0] or "", found[1] or "") for found in (_target(item, *BESIDE) for item in others))
     if package is not None and package != program.package:
         if name is not None:
@@ -324,6 +328,22 @@ def resolve_consumer(
         version = program.assumed or installed_version(program.package) or program.checked or "0"
     checked = program.checked is None or _same_minor(version, program.checked)
     return Consumer(program.name, version, checked, beside)
+
+
+def script_versions(target: str | None) -> dict[str, str]:
+    """Return the versions that a script is judged for: as ``--target`` says, as installed, or as checked.
+
+    Raises:
+        ConfigError: The target is malformed or names an unknown program.
+    """
+    checked = {"torch": "2.13.0", "peft": "0.21.2"}
+    checked |= {item.package: item.checked for item in PROGRAMS.values() if item.checked is not None}
+    found = {package: installed_version(package) or version for package, version in checked.items()}
+    for text in target.split(",") if target is not None else ():
+        package, version = _target(text, *checked)
+        if version is not None:
+            found[package or "torch"] = version
+    return found
 
 
 def _target(target: str | None, *further: str) -> tuple[str | None, str | None]:

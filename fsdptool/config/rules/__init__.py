@@ -7,6 +7,7 @@ from fsdptool.config.rules.meaning import MEANING
 from fsdptool.config.rules.mesh import MESH
 from fsdptool.config.rules.model import HARDWARE, MODEL
 from fsdptool.records.diagnostic import Example, Rule
+from fsdptool.scripts.rules import RULES as SCRIPTS
 
 PARSE = (
     Rule("FSD101", "file cannot be read", "error",
@@ -214,5 +215,5 @@ SCHEMA = (
          example=added("  _note: ours\n")),
 )  # fmt: skip
 
-_EVERY = (*PARSE, *SCHEMA, *MEANING, *MESH, *MODEL, *HARDWARE)
+_EVERY = (*PARSE, *SCHEMA, *MEANING, *MESH, *MODEL, *HARDWARE, *SCRIPTS)
 RULES: dict[str, Rule] = {rule.code: rule for rule in sorted(_EVERY, key=lambda rule: rule.code)}

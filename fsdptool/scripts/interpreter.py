@@ -1,0 +1,385 @@
+"""Statements of a script: it is followed from its first line, and then each function that nothing calls."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fsdptool.scripts.expressions import Expressions
+from fsdptool.scripts.state import joined
+from fsdptool.scripts.values import (
+    Class,
+    Condition,
+    Const,
+    Event,
+    Function,
+    Items,
+    Library,
+    Table,
+    Thing,
+    Value,
+)
+
+_UNROLLED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What happens on one way through a script.
+
+    Attributes:
+        events: The events in their order.
+        own: How many events at the beginning belong to the module; None where it is the module itself.
+        tree: The script.
+        classes: Its classes.
+    """
+
+    events: tuple[Event, ...]
+    own: int | None
+    tree: ast.Module
+    classes: tuple[Class, ...]
+
+
+class Interpreter(Expressions):
+    """Follows a script without running it."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        super().__init__()
+        self.tree = tree
+        self._functions = []
+        self._returned: list[Value] = []
+        self.classes: list[Class] = []
+        self.roots: list[Function] = []
+
+    def paths(self) -> list[Path]:
+        """Return the ways through the script.
+
+        Raises:
+            TooLongError: It takes too many steps.
+            RecursionError: An expression is nested too deeply.
+        """
+        self.block(self.tree.body)
+        self.guards.clear()
+        whole = tuple(self.events)
+        found = [Path(whole, None, self.tree, tuple(self.classes))]
+        named = _loaded(self.tree)
+        first = [root for root in self.roots if root.node not in self.called and _name(root) not in named]
+        for roots in (first, self.roots):
+            for root in roots:
+                if root.node not in self.called:
+                    found.append(self._from(root, whole))
+        return found
+
+    def _from(self, root: Function, before: tuple[Event, ...]) -> Path:
+        """Return the way through a function that is called from elsewhere."""
+        self.events = list(before)
+        mark = self.mark
+        assert not isinstance(root.node, ast.Lambda)
+        args: list[Value] = []
+        if isinstance(root.bound, Class):
+            args.append(self._self(root.bound, root.node))
+        self.enter(Function(root.node, root.scope), args, {}, root.node, partly=True)
+        path = Path(tuple(self.events), len(before), self.tree, tuple(self.classes))
+        self.take_back(mark)
+        return path
+
+    def _self(self, owner: Class, method: ast.AST) -> Thing:
+        made = Thing("parameter", label="self", node=owner.node, owner=owner)
+        found = owner.lookup("__init__")
+        if found is not None and found[1] is not method:
+            self.enter(Function(found[1], found[0].scope), [made], {}, owner.node, partly=True)
+        return made
+
+    def run_function(self, body: Sequence[ast.stmt]) -> Value:
+        """Run the body of a function in the current scope; return what it returns."""
+        outer, self._returned = self._returned, []
+        try:
+            self.block(body)
+            return joined(self._returned) if self._returned else Const(None)
+        finally:
+            self._returned = outer
+
+    def block(self, body: Sequence[ast.stmt]) -> bool:
+        """Run statements; return whether what follows them is not reached."""
+        for statement in body:
+            self.count()
+            run = getattr(self, f"_do_{type(statement).__name__.lower()}", None)
+            if run is None:
+                for child in ast.iter_child_nodes(statement):
+                    if isinstance(child, ast.expr):
+                        self.value(child)
+            elif run(statement):
+                return True
+        return False
+
+    def assign(self, target: ast.AST, value: Value) -> None:
+        """Bind a target to a value."""
+        if isinstance(target, ast.Name):
+            scope = self.module if target.id in self.scope.globals else self.scope
+            self.store(scope.names, target.id, value)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, Thing("unknown", node=target, sources=(value,)))
+        elif isinstance(target, ast.Tuple | ast.List):
+            for index, part in enumerate(target.elts):
+                if isinstance(value, Items) and len(value.values) == len(target.elts):
+                    self.assign(part, value.values[index])
+                else:
+                    self.assign(part, self._part(value, index, target))
+        elif isinstance(target, ast.Attribute):
+            self._assign_attribute(target, value)
+        elif isinstance(target, ast.Subscript):
+            self._assign_item(target, value)
+
+    def _part(self, value: Value, index: int, node: ast.AST) -> Value:
+        if isinstance(value, Thing) and value.kind not in ("output", "result"):
+            return self.item(value, Const(index), node)
+        return Thing(
+            "unknown", node=node, sources=(value,), outside=isinstance(value, Thing) and value.outside
+        )
+
+    def _assign_attribute(self, target: ast.Attribute, value: Value) -> None:
+        whole = self.value(target.value)
+        self.emit("store", target.attr, target, target=whole, args=(value,))
+        if not isinstance(whole, Thing):
+            return
+        if (
+            isinstance(value, Thing)
+            and value.parent is None
+            and value is not whole
+            and value.kind != "parameter"
+        ):
+            value.parent, value.label = whole, value.label or target.attr
+        self.store(whole.parts, target.attr, value)
+
+    def _assign_item(self, target: ast.Subscript, value: Value) -> None:
+        whole, index = self.value(target.value), self.value(target.slice)
+        if isinstance(whole, Library) and whole.name == "os.environ":
+            name = index.value if isinstance(index, Const) else None
+            self.emit("environment", str(name), target, args=(value,))
+        elif isinstance(whole, Table) and isinstance(index, Const):
+            self.store(whole.items, index.value, value)
+            whole.nodes[index.value] = target
+        elif isinstance(whole, Table):
+            whole.whole = False
+        elif isinstance(whole, Thing):
+            self.emit("store", "[]", target, target=whole, args=(value,))
+            key = ("item", index.value) if isinstance(index, Const) else "[]"
+            self.store(whole.parts, key, value)
+            if isinstance(value, Thing) and value.parent is None:
+                value.parent = whole
+
+    # Definitions and imports
+
+    def _do_functiondef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        function = Function(node, self.scope)
+        self.store(self.scope.names, node.name, function)
+        if self.scope is self.module:
+            self.roots.append(function)
+
+    _do_asyncfunctiondef = _do_functiondef
+
+    def _do_classdef(self, node: ast.ClassDef) -> None:
+        bases = tuple(self.value(base) for base in node.bases)
+        made = Class(node, self.scope, bases)
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+                made.methods[item.name] = item
+                if self.scope is self.module:
+                    self.roots.append(Function(item, self.scope, made))
+        self.classes.append(made)
+        self.store(self.scope.names, node.name, made)
+
+    def _do_import(self, node: ast.Import) -> None:
+        for item in node.names:
+            name = item.name if item.asname else item.name.partition(".")[0]
+            self.emit("import", item.name, node)
+            self.store(self.scope.names, item.asname or name, Library(name))
+
+    def _do_importfrom(self, node: ast.ImportFrom) -> None:
+        module = "." * node.level + (node.module or "")
+        for item in node.names:
+            self.emit("import", f"{module}.{item.name}", node)
+            if item.name == "*":
+                self.stars.append(module)
+            else:
+                self.store(self.scope.names, item.asname or item.name, Library(f"{module}.{item.name}"))
+
+    def _do_global(self, node: ast.Global) -> None:
+        self.scope.globals.update(node.names)
+
+    # Assignments
+
+    def _do_assign(self, node: ast.Assign) -> None:
+        value = self.value(node.value)
+        for target in node.targets:
+            self.assign(target, value)
+
+    def _do_annassign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.value(node.value))
+
+    def _do_augassign(self, node: ast.AugAssign) -> None:
+        load = ast.copy_location(ast.BinOp(_loading(node.target), node.op, node.value), node)
+        self.assign(node.target, self.value(load))
+
+    def _do_delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Name) and target.id in self.scope.names:
+                self.store(self.scope.names, target.id, Thing("unknown", node=node))
+
+    # Conditions
+
+    def _do_return(self, node: ast.Return) -> bool:
+        self._returned.append(self.value(node.value))
+        return True
+
+    def _do_raise(self, node: ast.Raise) -> bool:
+        self.value(node.exc)
+        return True
+
+    def _do_break(self, _node: ast.stmt) -> bool:
+        return True
+
+    _do_continue = _do_break
+
+    def _do_expr(self, node: ast.Expr) -> bool:
+        self.value(node.value)
+        call = node.value
+        return (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute | ast.Name)
+            and (ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit"))
+        )
+
+    def _do_if(self, node: ast.If) -> bool:
+        test = self.value(node.test)
+        known = True if _is_main(node.test) else self.truth(test)
+        if _is_typing(node.test):
+            known = False
+        if known is not None:
+            return self.block(node.body if known else node.orelse)
+        yes = Condition(node, True, "one" in test.tags, len(self.stack), test)
+        no = Condition(node, False, "rest" in test.tags, len(self.stack), test)
+        ends: list[bool] = []
+
+        def run(body: Sequence[ast.stmt]) -> bool:
+            ends.append(self.block(body))
+            return ends[-1]
+
+        branches = [(partial(run, node.body), yes), (partial(run, node.orelse), no)]
+        over = self.join(branches, by_rank=bool(test.tags & {"one", "rest"}))
+        if not over and any(ends) and not _dies(node.body if ends[0] else node.orelse):
+            self.guards.append(no if ends[0] else yes)
+        return over
+
+    def _do_match(self, node: ast.Match) -> bool:
+        self.value(node.subject)
+        branches: list[tuple[Callable[[], bool], Condition | None]] = [
+            (partial(self.block, case.body), Condition(case, True, False, len(self.stack)))
+            for case in node.cases
+        ]
+        branches.append((lambda: False, Condition(node, False, False, len(self.stack))))
+        return self.join(branches, by_rank=False)
+
+    def _do_try(self, node: ast.Try) -> bool:
+        self.tries.append(node)
+        try:
+            over = self.block(node.body)
+        finally:
+            self.tries.pop()
+        imports = any(isinstance(item, ast.Import | ast.ImportFrom) for item in node.body)
+        for handler in node.handlers:
+            guard = Condition(handler, True, False, len(self.stack))
+            if imports:
+                mark = self.mark
+                with self.under(guard):
+                    self.block(handler.body)
+                self.take_back(mark)
+            else:
+                self.join([(partial(self.block, handler.body), guard), (lambda: over, None)], by_rank=False)
+        if not over:
+            over = self.block(node.orelse)
+        return self.block(node.finalbody) or (over and bool(node.handlers) is False)
+
+    _do_trystar = _do_try
+
+    # Loops and contexts
+
+    def _do_for(self, node: ast.For | ast.AsyncFor) -> None:
+        whole = self.value(node.iter)
+        self.emit("iterate", "for", node, target=whole)
+        values: list[Value] = [self.element(whole, node)]
+        if isinstance(whole, Items) and 0 < len(whole.values) <= _UNROLLED:
+            values = list(whole.values)
+        for value in values:
+            self.assign(node.target, value)
+            self._loop(node, node.body)
+        self.block(node.orelse)
+
+    _do_asyncfor = _do_for
+
+    def _do_while(self, node: ast.While) -> None:
+        self.value(node.test)
+        self._loop(node, node.body)
+        self.block(node.orelse)
+
+    def _loop(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
+        self.loops.append(node)
+        with self.under(None):
+            self.block(body)
+        self.loops.pop()
+
+    def _do_with(self, node: ast.With | ast.AsyncWith) -> bool:
+        depth = len(self.contexts)
+        for item in node.items:
+            value = self.value(item.context_expr)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, Thing("unknown", node=node, sources=(value,)))
+            self.contexts.append(value)
+        try:
+            return self.block(node.body)
+        finally:
+            del self.contexts[depth:]
+
+    _do_asyncwith = _do_with
+
+
+def _loading(target: ast.expr) -> ast.expr:
+    """Return an expression that reads what a target writes."""
+    if isinstance(target, ast.Name):
+        return ast.copy_location(ast.Name(target.id, ast.Load()), target)
+    if isinstance(target, ast.Attribute):
+        return ast.copy_location(ast.Attribute(target.value, target.attr, ast.Load()), target)
+    if isinstance(target, ast.Subscript):
+        return ast.copy_location(ast.Subscript(target.value, target.slice, ast.Load()), target)
+    return target
+
+
+def _name(function: Function) -> str:
+    return "" if isinstance(function.node, ast.Lambda) else function.node.name
+
+
+def _loaded(tree: ast.AST) -> frozenset[str]:
+    """Return the names that a script reads."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            names.add(node.attr)
+    return frozenset(names)
+
+
+def _is_main(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def _is_typing(test: ast.expr) -> bool:
+    return getattr(test, "id", getattr(test, "attr", "")) == "TYPE_CHECKING"
+
+
+def _dies(body: Sequence[ast.stmt]) -> bool:
+    """Say whether a block ends the process rather than a function or a loop."""
+    return bool(body) and isinstance(body[-1], ast.Raise | ast.Expr)

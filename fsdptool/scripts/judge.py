@@ -1,0 +1,114 @@
+"""What is found in a script."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdptool.files.text import SourceText, UnreadableError, read_bytes
+from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.scripts.facts import Facts
+from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.rules import GROUPS, RULES
+from fsdptool.scripts.state import TooLongError
+
+TABLE = {rule.code: rule for rule in RULES}
+_NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
+_CODE = re.compile(r"[A-Z]+[0-9]+", re.IGNORECASE)
+_NAMES = re.compile(rb"fsdp|fully_?shard", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What is found in a script.
+
+    Attributes:
+        findings: In the order of the script.
+        suppressed: What a ``# noqa`` comment silences.
+        refusal: Why it cannot be parsed, with its line and column; None where it can.
+    """
+
+    findings: tuple[Diagnostic, ...] = ()
+    suppressed: tuple[Diagnostic, ...] = ()
+    refusal: tuple[str, int, int] | None = None
+
+
+def mentions_fsdp(path: Path) -> bool:
+    """Say whether a file that was found in a folder mentions FSDP; others are not parsed."""
+    try:
+        return _NAMES.search(read_bytes(path)) is not None
+    except UnreadableError:
+        return False
+
+
+def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
+    """Return what is found in a script for versions of libraries, by distribution.
+
+    A script that takes too many steps to follow has no findings: what would be reported might not be certain.
+    """
+    tree = parsed(source.text)
+    if not isinstance(tree, ast.Module):
+        return Judged(refusal=tree)
+    try:
+        found = _findings(tree, versions)
+    except (TooLongError, RecursionError):
+        return Judged()
+    lines = source.text.split("\n")
+    diagnostics: list[Diagnostic] = []
+    silenced: list[Diagnostic] = []
+    for (code, line, column), (node, message) in sorted(
+        found.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])
+    ):
+        rule = TABLE[code]
+        item = Diagnostic(
+            code, rule.severity, message, rule.fix, source.path, line, column,
+            getattr(node, "end_lineno", None), (getattr(node, "end_col_offset", None) or 0) + 1,
+        )  # fmt: skip
+        last = min(getattr(node, "end_lineno", line) or line, len(lines))
+        (silenced if _silenced(code, lines[line - 1 : last]) else diagnostics).append(item)
+    return Judged(tuple(diagnostics), tuple(silenced))
+
+
+def parsed(text: str) -> ast.Module | tuple[str, int, int]:
+    """Return the tree of a script, or why there is none, with its line and column."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except SyntaxError as error:
+        return f"the script does not parse: {error.msg}", error.lineno or 1, max(error.offset or 1, 1)
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"the script does not parse: {type(error).__name__}: {error}", 1, 1
+
+
+def _findings(
+    tree: ast.Module, versions: Mapping[str, str]
+) -> dict[tuple[str, int, int], tuple[ast.AST, str]]:
+    found: dict[tuple[str, int, int], tuple[ast.AST, str]] = {}
+
+    def report(code: str, node: ast.AST, message: str) -> None:
+        place = (code, getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1)
+        found.setdefault(place, (node, message))
+
+    for path in Interpreter(tree).paths():
+        facts = Facts(path, versions)
+        for group in GROUPS:
+            group.check(facts, report)
+    return found
+
+
+def _silenced(code: str, lines: list[str]) -> bool:
+    """Say whether a comment on one of the lines of a finding silences it."""
+    for line in lines:
+        match = _NOQA.search(line)
+        if match is None:
+            continue
+        if match["codes"] is None:
+            return True
+        if any(code.startswith(named.upper()) for named in _CODE.findall(match["codes"])):
+            return True
+    return False

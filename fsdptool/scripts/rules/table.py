@@ -1,0 +1,36 @@
+"""How the rules on scripts are written: a table with examples, and a check that reports by code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from fsdptool.records.diagnostic import Example, Rule, Severity
+
+Report = Callable[[str, ast.AST, str], None]
+"""Takes a code, a place and a message."""
+
+SHARD = "from torch.distributed.fsdp import fully_shard\n"
+WRAP = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+TORCH = "import torch\n"
+DIST = "import torch.distributed as dist\n"
+STATE = "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
+BLOCKS = "    for block in model.blocks:\n        fully_shard(block)\n    fully_shard(model)\n"
+
+
+def rule(
+    number: int,
+    name: str,
+    severity: Severity,
+    why: str,
+    fix: str,
+    head: str,
+    fails: str,
+    passes: str,
+    options: str = "",
+) -> Rule:
+    """Return a rule on scripts; its examples begin alike."""
+    return Rule(
+        f"FSD{number}", name.replace("-", " "), severity, why, fix,
+        example=Example(head + fails, head + passes, options),
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Every rule on training scripts finds its first example, and nothing in the second; and nothing is run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fsdptool.cli.app import run
+from fsdptool.files.text import SourceText
+from fsdptool.records.diagnostic import Rule
+from fsdptool.scripts.judge import judge_script
+from fsdptool.scripts.rules import RULES
+
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2"}
+
+
+def codes(text: str, **versions: str) -> set[str]:
+    """Return the codes that are found in a script."""
+    judged = judge_script(SourceText(text), VERSIONS | versions)
+    assert judged.refusal is None
+    return {item.code for item in judged.findings}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_the_example_is_what_the_rule_finds(
+    rule: Rule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rule.example is not None
+    found = []
+    for number, text in enumerate((rule.example.fails, rule.example.passes)):
+        path = tmp_path / f"train{number}.py"
+        path.write_text(text, encoding="utf-8")
+        run(["validate", str(path), "--isolated", "--format", "json", *shlex.split(rule.example.options)])
+        (file,) = json.loads(capsys.readouterr().out)["files"]
+        assert file["dialect"] == "python"
+        found.append({item["code"] for item in file["findings"]})
+    assert found == [{rule.code}, set()]
+
+
+def test_a_name_is_followed_through_imports_functions_and_attributes() -> None:
+    text = """
+from torch.distributed.fsdp import *
+import torch.optim as o
+
+class Run:
+    def __init__(self, net):
+        self.net = net
+        self.optimizer = o.AdamW(self.net.parameters())
+        self._shard()
+
+    def _shard(self):
+        for layer in self.net.layers:
+            fully_shard(layer)
+        fully_shard(self.net)
+"""
+    assert codes(text) == {"FSD601"}
+    assert codes(text.replace("from torch.distributed.fsdp import *", "from helpers import *")) == set()
+
+
+@pytest.mark.parametrize(
+    "condition", ["if args.fsdp:", "if args.fsdp and args.full:", "while args.fsdp:", "for _ in args.many:"]
+)
+def test_only_what_certainly_happens_is_reported(condition: str) -> None:
+    """An optimizer that is made in a branch says nothing about a sharding in another one."""
+    text = f"""
+import torch
+from torch.distributed.fsdp import fully_shard
+
+def main(args, model):
+    {condition}
+        optimizer = torch.optim.AdamW(model.parameters())
+    if args.shard:
+        fully_shard(model.layers[0])
+        fully_shard(model)
+"""
+    assert codes(text) == ({"FSD601"} if "if" not in condition else set())
+
+
+def test_a_version_decides_what_exists() -> None:
+    text = """
+from torch.distributed.fsdp import fully_shard
+
+def main(model):
+    fully_shard(model.h[0], ignored_params=set())
+    fully_shard(model, ignored_params=set())
+"""
+    assert codes(text) == set()
+    assert codes(text, torch="2.6.0") == {"FSD610"}
+    trainer = 'from transformers import TrainingArguments\nTrainingArguments("out", no_cuda=True)\n'
+    assert codes(trainer) == {"FSD610"}
+    assert codes(trainer, transformers="4.57.0") == set()
+
+
+def test_a_target_judges_for_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text('from transformers import TrainingArguments\nTrainingArguments("out", no_cuda=True)\n')
+    assert run(["validate", str(path), "--isolated", "--target", "torch==2.9,transformers==4.57"]) == 0
+    assert run(["validate", str(path), "--isolated", "--target", "transformers==5.23"]) == 1
+    assert "no_cuda" in capsys.readouterr().out
+
+
+def test_comments_and_settings_silence_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    for comment, expected in (
+        ("", 1),
+        ("  # noqa: FSD6", 0),
+        ("  # noqa", 0),
+        ("  # noqa: E501, FSD610", 0),
+        ("  # noqa: E501", 1),
+    ):
+        path.write_text(
+            f"from torch.distributed.fsdp import fully_shard\nfully_shard(m, mixed_precision=1){comment}\n"
+        )
+        assert run(["validate", str(path), "--isolated"]) == expected, comment
+    assert run(["validate", str(path), "--isolated", "--ignore", "FSD6"]) == 0
+    (tmp_path / "fsdptool.toml").write_text('ignore = ["FSD610"]\n')
+    assert run(["validate", str(path)]) == 0
+    assert run(["validate", str(path), "--select", "FSD61"]) == 1
+    capsys.readouterr()
+
+
+def test_a_script_is_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "train.py").write_text(
+        f"import fsdp\nopen({str(marker)!r}, 'w')\n__import__('os').mkdir({str(marker)!r})\n"
+    )
+    assert run(["validate", str(tmp_path / "train.py"), "--isolated"]) == 0
+    assert not marker.exists()
+    capsys.readouterr()
+
+
+def test_a_folder_stands_for_its_scripts_that_mention_fsdp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.py").write_text("print('nothing of ours'\n")
+    (tmp_path / "train.py").write_text(
+        "from torch.distributed.fsdp import fully_shard\nfully_shard(m, mixed_precision=1)\n"
+    )
+    (tmp_path / "broken.py").write_text("import fsdp\nprint 'python 2'\n")
+    assert run(["validate", str(tmp_path), "--isolated", "--format", "json"]) == 1
+    files = {Path(file["path"]).name: file for file in json.loads(capsys.readouterr().out)["files"]}
+    assert sorted(files) == ["broken.py", "train.py"]
+    assert [item["severity"] for item in files["broken.py"]["findings"]] == ["info"]
+    assert run(["validate", str(tmp_path / "broken.py"), "--isolated"]) == 1
+
+
+@pytest.mark.parametrize("form", ["text", "concise", "github", "sarif", "json"])
+def test_findings_have_the_forms_of_other_files(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("from torch.distributed.fsdp import fully_shard\nfully_shard(m, mixed_precision=1)\n")
+    assert run(["validate", str(path), "--isolated", "--format", form, "--strict"]) == 1
+    shown = capsys.readouterr().out
+    assert "FSD610" in shown
+    assert "mp_policy" in shown
+
+
+def test_fixes_leave_scripts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    text = "from torch.distributed.fsdp import fully_shard\nfully_shard(m, mixed_precision=1)\n"
+    path.write_text(text)
+    assert run(["validate", str(path), "--isolated", "--fix"]) == 1
+    assert path.read_text() == text
+    capsys.readouterr()
