@@ -218,19 +218,7 @@ class Facts:
 
     def mentions(self, *names: str) -> bool:
         """Whether a name or an attribute occurs anywhere in the script."""
-        return bool(self._words & set(names))
-
-    @cached_property
-    def _words(self) -> frozenset[str]:
-        words = set()
-        for node in ast.walk(self.path.tree):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.alias):
-                words.update(node.name.split("."))
-        return frozenset(words)
+        return not self.path.words.isdisjoint(names)
 
     def option_of(self, value: Value | None, name: str) -> Value | None:
         """Return an argument that a configuration object was made with."""

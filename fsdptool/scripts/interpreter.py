@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdptool.scripts.expressions import Expressions
+from fsdptool.scripts.names import COLLECTIVES
 from fsdptool.scripts.state import joined
 from fsdptool.scripts.values import (
     Class,
@@ -23,6 +24,20 @@ from fsdptool.scripts.values import (
 )
 
 _UNROLLED = 6
+TRIGGERS = frozenset({
+    "fully_shard", "FullyShardedDataParallel", "FSDP", "FSDPModule", "Accelerator", "prepare",
+    "TrainingArguments",
+    "Trainer", "SFTTrainer", "SFTConfig", "Seq2SeqTrainingArguments", "FullyShardedDataParallelPlugin",
+    "DataLoader",
+    "DistributedSampler", "set_model_state_dict", "get_model_state_dict", "get_state_dict", "set_state_dict",
+    "get_optimizer_state_dict", "set_optimizer_state_dict", "set_requires_gradient_sync",
+    "init_process_group",
+    "environ", "barrier", "MixedPrecisionPolicy", "MixedPrecision", "StateDictOptions", "checkpoint_wrapper",
+    "init_device_mesh", "transformer_auto_wrap_policy", "size_based_auto_wrap_policy", "DPOConfig",
+    "GRPOConfig",
+    "CPUOffload", "CPUOffloadPolicy", "dcp",
+})  # fmt: skip
+"""Words without which no rule finds anything in a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +49,14 @@ class Path:
         own: How many events at the beginning belong to the module; None where it is the module itself.
         tree: The script.
         classes: Its classes.
+        words: The names that occur in it.
     """
 
     events: tuple[Event, ...]
     own: int | None
     tree: ast.Module
     classes: tuple[Class, ...]
+    words: frozenset[str]
 
 
 class Interpreter(Expressions):
@@ -52,6 +69,8 @@ class Interpreter(Expressions):
         self._returned: list[Value] = []
         self.classes: list[Class] = []
         self.roots: list[Function] = []
+        self.words: frozenset[str] = frozenset()
+        self.triggers = TRIGGERS | COLLECTIVES | _renamed(tree)
 
     def paths(self) -> list[Path]:
         """Return the ways through the script.
@@ -63,14 +82,32 @@ class Interpreter(Expressions):
         self.block(self.tree.body)
         self.guards.clear()
         whole = tuple(self.events)
-        found = [Path(whole, None, self.tree, tuple(self.classes))]
+        self.words = words_of(self.tree)
+        found = [Path(whole, None, self.tree, tuple(self.classes), self.words)]
         named = _loaded(self.tree)
         first = [root for root in self.roots if root.node not in self.called and _name(root) not in named]
         for roots in (first, self.roots):
             for root in roots:
-                if root.node not in self.called:
+                if root.node not in self.called and self._matters(root):
                     found.append(self._from(root, whole))
         return found
+
+    def _matters(self, root: Function) -> bool:
+        """Say whether a function, or one of the script that it names, has a word that rules ask for."""
+        waiting: list[ast.AST] = [root.node]
+        first = root.bound.lookup("__init__") if isinstance(root.bound, Class) else None
+        waiting.extend([first[1]] if first is not None else [])
+        seen: set[ast.AST] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            words = words_of(node)
+            if words & self.triggers:
+                return True
+            waiting.extend(other.node for other in self.roots if _name(other) in words)
+        return False
 
     def _from(self, root: Function, before: tuple[Event, ...]) -> Path:
         """Return the way through a function that is called from elsewhere."""
@@ -81,7 +118,7 @@ class Interpreter(Expressions):
         if isinstance(root.bound, Class):
             args.append(self._self(root.bound, root.node))
         self.enter(Function(root.node, root.scope), args, {}, root.node, partly=True)
-        path = Path(tuple(self.events), len(before), self.tree, tuple(self.classes))
+        path = Path(tuple(self.events), len(before), self.tree, tuple(self.classes), self.words)
         self.take_back(mark)
         return path
 
@@ -359,6 +396,30 @@ def _loading(target: ast.expr) -> ast.expr:
 
 def _name(function: Function) -> str:
     return "" if isinstance(function.node, ast.Lambda) else function.node.name
+
+
+def _renamed(tree: ast.AST) -> frozenset[str]:
+    """Return the names that a script gives to what rules ask for."""
+    return frozenset(
+        node.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.alias)
+        and node.asname
+        and (node.name.rpartition(".")[2] in TRIGGERS or node.name.startswith("torch.distributed.checkpoint"))
+    )
+
+
+def words_of(tree: ast.AST) -> frozenset[str]:
+    """Return the names, attributes and imported modules that occur in a tree."""
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
+        elif isinstance(node, ast.alias):
+            words.update(node.name.split("."))
+    return frozenset(words)
 
 
 def _loaded(tree: ast.AST) -> frozenset[str]:

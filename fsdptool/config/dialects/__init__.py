@@ -340,7 +340,7 @@ def script_versions(target: str | None) -> dict[str, str]:
     checked |= {item.package: item.checked for item in PROGRAMS.values() if item.checked is not None}
     found = {package: installed_version(package) or version for package, version in checked.items()}
     for text in target.split(",") if target is not None else ():
-        package, version = _target(text, *checked)
+        package, version = _target(text, *checked, *BESIDE)
         if version is not None:
             found[package or "torch"] = version
     return found
