@@ -7,10 +7,12 @@ them is executed or followed. The work grows with the length of the text, whatev
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -187,35 +189,44 @@ class TextIndex:
         self.compared = 0
         self._lines = lines
         self._words = {text: whole_words(text) for text in texts}
+        self._key = {text: max(words, key=len) for text, words in self._words.items() if words}
         wanted = frozenset(word for words in self._words.values() for word in words)
-        self._found: list[frozenset[bytes]] = []
-        self._at: list[int] = []
+        keys = frozenset(self._key.values())
+        self._found: dict[int, frozenset[bytes]] = {}
         self._places: dict[bytes, list[int]] = defaultdict(list)
-        data = "\n".join(lines).encode("utf-8", "replace").translate(_BETWEEN_WORDS)
+        self._text = "\n".join(lines)
+        data = self._text.encode("utf-8", "replace").translate(_BETWEEN_WORDS)
         for index, line in enumerate(data.split(b"\n")):
             found = wanted.intersection(line.split())
             if found:
-                place = len(self._found)
-                self._found.append(found)
-                self._at.append(index)
-                for word in found:
-                    self._places[word].append(place)
+                self._found[index] = found
+                for word in keys & found:
+                    self._places[word].append(index)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate((len(line) + 1 for line in self._lines), initial=0))
 
     def lines_with(self, text: str, most: int) -> Iterator[int]:
         """Yield the indices of the lines that contain a text, in order, ``most`` at most."""
         words = self._words[text]
-        if words:
-            places = min((self._places.get(word, []) for word in words), key=len)
-            candidates: Iterable[int] = (self._at[place] for place in places if words <= self._found[place])
-        else:
-            candidates = range(len(self._lines))
-        for index in candidates:
+        for index in self._places.get(self._key[text], ()) if words else self._containing(text):
+            if words and not words <= self._found[index]:
+                continue
             self.compared += 1
             if text in self._lines[index]:
                 yield index
                 most -= 1
                 if not most:
                     return
+
+    def _containing(self, text: str) -> Iterator[int]:
+        """Yield the indices of the lines with a text that has no whole word."""
+        at = self._text.find(text)
+        while at >= 0:
+            index = bisect_right(self._starts, at) - 1
+            yield index
+            at = self._text.find(text, self._starts[index + 1])
 
 
 def whole_words(text: str) -> frozenset[bytes]:
@@ -354,6 +365,10 @@ def _end_of_traceback(lines: Sequence[str], header: int) -> tuple[int, str, str,
     return None
 
 
+_SURVIVED = 3
+"""Lines of progress of one writer that prove that a run went on."""
+
+
 def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
     """Say whether the program went on after a line.
 
@@ -372,13 +387,18 @@ def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
     )
     if not said and not survived:
         return False
-    needed = 1 if said else 3
+    needed = 1 if said else _SURVIVED
+    steps: dict[str, int] = defaultdict(int)
     for line in log.lines[index + 1 : index + 1 + _MOST_LINES]:
-        if _PROGRESS.search(line):
-            needed -= 1
-            if not needed:
+        if _PROGRESS.search(line, 0, _PIECE):
+            of = _writer(split_prefix(line)[0])
+            steps[of] += 1
+            if steps[of] >= needed:
                 return True
     return False
+
+
+_LAST_LINES = 80
 
 
 def ended_well(log: LogText, since: int = 0) -> bool:
@@ -388,7 +408,7 @@ def ended_well(log: LogText, since: int = 0) -> bool:
         log: The log.
         since: The index of a line after which it has to be reported.
     """
-    last = log.lines[max(since, len(log.lines) - 80) :]
+    last = log.lines[max(since, len(log.lines) - _LAST_LINES) :]
     return any(_ENDED.search(line) for line in last)
 
 

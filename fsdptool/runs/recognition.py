@@ -307,11 +307,10 @@ def _recognised(seen: _Seen) -> RecognisedFailure:
     signature, log = seen.item.signature, seen.log
     ranks = {rank for at in seen.lines if (rank := log.rank_at(at)) is not None}
     failure = _shown(seen.item, log, seen.lines, ranks)
-    if signature.code in _MEMORY:
-        return in_phase(failure, _phase_of(log, seen.lines[0]))
-    if signature.code in _TIMEOUTS and signature.by_phase:
-        return in_phase(failure, _activity(log, seen.lines[0]))
-    return failure
+    phase = _phase_of(log, seen.lines[0]) if signature.code in _MEMORY else None
+    if phase is None and signature.by_phase:
+        phase = _activity(log, seen.lines[0])
+    return in_phase(failure, phase)
 
 
 def _shown(item: _Compiled, log: LogText, lines: Sequence[int], ranks: Iterable[int]) -> RecognisedFailure:
@@ -455,7 +454,7 @@ def _activity(log: LogText, at: int) -> FailurePhase | None:
         line = log.lines[index]
         for phase, pattern in _ACTIVITIES:
             if pattern.search(line):
-                return phase
+                return None if "100%" in line else phase
         if index < at and _STEP.search(line):
             return None
     return None
@@ -484,8 +483,8 @@ def _over(indexed: _Indexed, seen: Sequence[_Seen], notes: list[str]) -> list[_S
                 or each.item.signature.cause in _LASTING
             ):
                 continue
-            memory = each.item.signature.cause is Cause.GPU_MEMORY
-            if recovered(log, each.lines[-1], survived=memory and len(each.lines) <= _CONTEXTS):
+            after = each.lines[-1]
+            if ended_well(log, after + 1) or recovered(log, after, survived=len(each.lines) <= _CONTEXTS):
                 ended.append(each)
                 if each.item.signature.depth == 0:
                     notes.append(f"the program went on after: {_named(each)}")
