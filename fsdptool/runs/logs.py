@@ -57,7 +57,7 @@ _PREFIX = re.compile(
     r"|[\w.@-]{1,100} {0,20}\|"
     r"|-(?= )|[\w.-]{1,100} -(?= )|\|(?= )"
     r"|(?![\w.]{0,100}(?:Error|Exception|Interrupt|Exit|Warning)\b)[a-z][\w-]{0,60}(?:\[\d{1,9}\])?:(?= )"
-    r"|(?=[\w.]{0,60}[\d-])[a-z][\w.-]{0,60}(?= [\[\w])"
+    r"|(?=[\w.]{0,60}[\d-])[a-z][\w.-]{0,60}(?= )"
     r") ?"
 )
 """One part of what schedulers, containers, loggers and launchers put in front of a line."""
@@ -125,6 +125,15 @@ class LogText:
                 numbers.append(number)
         return pieces, numbers
 
+    @cached_property
+    def progress(self) -> list[tuple[int, str]]:
+        """The lines that report progress: their indices, and who wrote them."""
+        return [
+            (index, _writer(split_prefix(line)[0]))
+            for index, line in enumerate(self.lines)
+            if _PROGRESS.search(line)
+        ]
+
     def number(self, index: int) -> int:
         """Return the number of a line in the text that was read, from 1."""
         numbers = self._pieces[1]
@@ -171,11 +180,14 @@ _BETWEEN_WORDS = bytes(
 """Table that replaces all characters outside of words."""
 
 
+_KEY_WORDS = 3
+
+
 class TextIndex:
     """Finds the lines that contain known texts, in one pass over the words of a log.
 
-    A text is found where its first word begins a word. Only the lines that contain all of its whole words are
-    searched for it.
+    A text is found where its first word begins a word. Only the lines that contain its longest whole words
+    are searched for it.
 
     Args:
         lines: The log.
@@ -188,20 +200,14 @@ class TextIndex:
     def __init__(self, lines: Sequence[str], texts: Iterable[str]) -> None:
         self.compared = 0
         self._lines = lines
-        self._words = {text: whole_words(text) for text in texts}
-        self._key = {text: max(words, key=len) for text, words in self._words.items() if words}
+        self._words = {text: tuple(sorted(whole_words(text), key=len)[-_KEY_WORDS:]) for text in texts}
         wanted = frozenset(word for words in self._words.values() for word in words)
-        keys = frozenset(self._key.values())
-        self._found: dict[int, frozenset[bytes]] = {}
         self._places: dict[bytes, list[int]] = defaultdict(list)
         self._text = "\n".join(lines)
         data = self._text.encode("utf-8", "replace").translate(_BETWEEN_WORDS)
         for index, line in enumerate(data.split(b"\n")):
-            found = wanted.intersection(line.split())
-            if found:
-                self._found[index] = found
-                for word in keys & found:
-                    self._places[word].append(index)
+            for word in wanted.intersection(line.split()):
+                self._places[word].append(index)
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -210,15 +216,17 @@ class TextIndex:
     def lines_with(self, text: str, most: int) -> Iterator[int]:
         """Yield the indices of the lines that contain a text, in order, ``most`` at most."""
         words = self._words[text]
-        for index in self._places.get(self._key[text], ()) if words else self._containing(text):
-            if words and not words <= self._found[index]:
-                continue
+        for index in self._with_words(words) if words else self._containing(text):
             self.compared += 1
             if text in self._lines[index]:
                 yield index
                 most -= 1
                 if not most:
                     return
+
+    def _with_words(self, words: Sequence[bytes]) -> list[int]:
+        places = sorted((self._places.get(word, []) for word in words), key=len)
+        return sorted(set(places[0]).intersection(*places[1:])) if len(places) > 1 else places[0]
 
     def _containing(self, text: str) -> Iterator[int]:
         """Yield the indices of the lines with a text that has no whole word."""
@@ -389,12 +397,10 @@ def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
         return False
     needed = 1 if said else _SURVIVED
     steps: dict[str, int] = defaultdict(int)
-    for line in log.lines[index + 1 : index + 1 + _MOST_LINES]:
-        if _PROGRESS.search(line, 0, _PIECE):
-            of = _writer(split_prefix(line)[0])
-            steps[of] += 1
-            if steps[of] >= needed:
-                return True
+    for _, of in log.progress[bisect_right(log.progress, (index, "\uffff")) :]:
+        steps[of] += 1
+        if steps[of] >= needed:
+            return True
     return False
 
 
@@ -418,6 +424,7 @@ _VERSIONS = re.compile(
     r"|NCCL|nvidia-nccl-cu\d\d|CUDA|Driver|Python)`?"
     r"(?: [Vv]ersion(?: \([^()]{0,20}\))?:? ?|==| {1,40}v?|: v?|/)=?)"
     r"(?P<version>\d{1,3}\.\d{1,4}(?:\.\d{1,4})?(?:[.+-]?[a-z]{1,4}[\w.]{0,20})?)",
+    re.IGNORECASE,
 )
 _PROGRAMS = (
     "torchrun", "accelerate", "axolotl", "llamafactory", "torchtitan", "torchtune", "trl", "verl", "OpenRLHF",
