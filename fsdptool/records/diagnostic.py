@@ -91,6 +91,7 @@ _FAMILIES: dict[str, RuleFamily] = {
     "CACHE0": "cache",
     "RUN0": "failures",
     "RUN1": "failures",
+    "RUN2": "failures",
 }
 
 

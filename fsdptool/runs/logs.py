@@ -26,7 +26,7 @@ _HEAD_BYTES, _TAIL_BYTES = 8 << 20, 24 << 20
 LINE_LENGTH = 300
 """Characters of a line that are shown."""
 
-_PIECE, _OVERLAP = 4000, 400
+_PIECE, _OVERLAP = 2000, 400
 """Characters of a line that are looked at together, and those that two such pieces share."""
 
 _RANK_DIGITS = 6
@@ -131,7 +131,7 @@ class LogText:
         return [
             (index, _writer(split_prefix(line)[0]))
             for index, line in enumerate(self.lines)
-            if _PROGRESS.search(line)
+            if _PROGRESS.search(line, 0, _PREFIX_LENGTH)
         ]
 
     def number(self, index: int) -> int:
@@ -312,7 +312,7 @@ class Raised:
     logged: bool
 
 
-_MOST_LINES = 20_000
+_MOST_LINES = 1000
 """Lines with exceptions or tracebacks that are looked at: the last ones, and as many of the first ones."""
 
 
@@ -372,6 +372,9 @@ def _end_of_traceback(lines: Sequence[str], header: int) -> tuple[int, str, str,
             return None
     return None
 
+
+_PREFIX_LENGTH = 500
+"""Characters at the begin of a line in which progress is looked for."""
 
 _SURVIVED = 3
 """Lines of progress of one writer that prove that a run went on."""

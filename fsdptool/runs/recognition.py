@@ -317,7 +317,7 @@ def _shown(item: _Compiled, log: LogText, lines: Sequence[int], ranks: Iterable[
     signature, at = item.signature, lines[0]
     texts = [_excerpt(signature, log.lines[at])]
     shapes = {_shape(texts[0])}
-    for index in (*_nearby(item, log, lines), *lines[1:]):
+    for index in (*_nearby(item, log, lines), *lines[1:_CONTEXTS]):
         text = _excerpt(signature, log.lines[index])
         if _shape(text) not in shapes and len(texts) <= _ALSO:
             texts.append(text)

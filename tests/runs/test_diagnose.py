@@ -106,7 +106,8 @@ LINES = {
     "RUN018": "torch.distributed.DistNetworkError: The client socket has failed to connect to any network"
     " address of (node-0, 29500).",
     "RUN021": "node:41:41 [0] misc/socket.cc:588 NCCL WARN Bootstrap : no socket interface found",
-    "RUN025": "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+    "RUN025": "NVRM: Xid (PCI:0000:81:00): 62, pid=4711, name=python, 2a0e8a34 00000002",
+    "RUN166": "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
     "RUN027": "Indexing.cu:1553: indexSelectLargeIndex: Assertion `srcIndex < srcSelectDimSize` failed.",
     "RUN038": "ValueError: The config file at f.yaml had unknown keys (['fsdp_foo']), please try upgrading",
     "RUN042": "\tsize mismatch for model.embed_tokens.weight: copying a param with shape torch.Size([0]) from"

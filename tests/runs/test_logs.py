@@ -124,7 +124,8 @@ def test_of_a_chain_the_first_exception_is_shown_and_never_a_wrapper() -> None:
 
 TIMEOUT = (
     "[rank0]:[E612 09:14:22.1 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation"
-    " timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600017 ms\n"
+    " timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=8, NumelOut=8, Timeout(ms)=600000)"
+    " ran for 600017 milliseconds before timing out.\n"
 )
 
 
@@ -139,8 +140,8 @@ def test_a_timeout_hides_no_exception_of_another_rank() -> None:
 STEPS = "".join(f"{{'loss': 1.{n}, 'epoch': 0.{n}}}\n" for n in range(4))
 FULL = (
     "[rank{0}]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {1} has a total"
-    " capacity of 79.15 GiB of which 1.02 GiB is free. {2}Of the allocated memory 20.02 GiB is allocated by PyTorch,"
-    " and 0.10 GiB is reserved by PyTorch but unallocated.\n"
+    " capacity of 79.15 GiB of which 1.02 GiB is free. {2}Of the allocated memory 20.02 GiB is allocated by"
+    " PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated.\n"
 )
 
 
