@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -200,7 +200,7 @@ class TextIndex:
     def __init__(self, lines: Sequence[str], texts: Iterable[str]) -> None:
         self.compared = 0
         self._lines = lines
-        self._words = {text: tuple(sorted(whole_words(text), key=len)[-_KEY_WORDS:]) for text in texts}
+        self._words = {text: key_words(text) for text in texts}
         wanted = frozenset(word for words in self._words.values() for word in words)
         self._places: dict[bytes, list[int]] = defaultdict(list)
         self._text = "\n".join(lines)
@@ -237,8 +237,9 @@ class TextIndex:
             at = self._text.find(text, self._starts[index + 1])
 
 
-def whole_words(text: str) -> frozenset[bytes]:
-    """Return the words that every line with a text contains as such.
+@cache
+def key_words(text: str) -> tuple[bytes, ...]:
+    """Return the longest of the words that every line with a text contains as such.
 
     The first word of the text counts as whole, unless it begins with an underscore; the last one counts where
     something follows it.
@@ -246,7 +247,7 @@ def whole_words(text: str) -> frozenset[bytes]:
     words = text.encode("utf-8").translate(_BETWEEN_WORDS).split()
     begin = 1 if text.startswith("_") else 0
     end = len(words) - 1 if text[-1:].isalnum() or text.endswith("_") else len(words)
-    return frozenset(words[begin:end])
+    return tuple(sorted(set(words[begin:end]), key=len)[-_KEY_WORDS:])
 
 
 def rank_of(line: str) -> int | None:
