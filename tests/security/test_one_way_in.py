@@ -11,7 +11,6 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "fsdptool"
 
 OPENED: dict[str, str] = {
-    "advisories/entries.py:advisories": "data of this package",
     "cache.py": "the user's own cache, a folder of mode 0700",
     "cli/app.py": "/dev/null, for streams that the caller closed",
     "distributed/devices.py:_has_intel": "/sys",
@@ -27,6 +26,7 @@ OPENED: dict[str, str] = {
     "files/text.py:create_file": "a new file",
     "files/text.py:read_csv": "lines that open_regular yields",
     "files/lengths.py:_table": "a table whose size was checked; numpy opens the path itself",
+    "advisories/catalogue.py:advisories": "data of this package",
     "files/values.py:load_schema": "data of this package",
     "files/values.py:load_json": "the way in of JSON texts",
     "inspection/document.py:_line": "the text of an installed library",
