@@ -211,6 +211,12 @@ def file_run(
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
+    length = run.sequence_length if not {"sequence_length", "lengths"} & {*decided} else None
+    if length is not None and run.packing is False and not run.full_rows:
+        # Samples are cut at this length, and padded to the longest of their batch.
+        limits.append(
+            PlanLimit(f"rows shorter than {length} tokens: samples are not packed", "less", passing=True)
+        )
     if run.micro_batch is None and "micro_batch" not in decided:
         limits.append(PlanLimit("the micro-batch, which is left open: 1 is planned", "more"))
     settings = _suited(_settings(run), run, ranks)

@@ -47,6 +47,7 @@ from fsdptool.records.plan_details import LargestBatch, PlanDetails, PlannedMode
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.trace import Component
 
 _ENVELOPE = ("schema", "schema_version", "tool_version", "libraries", "inputs_digest")
 _DETAILS = frozenset(item.name for item in fields(PlanDetails))
@@ -138,12 +139,21 @@ def make_plan(
             requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
         result = run_search(estimator, inputs, requested, progress=progress)
         plan = _conclude(estimator, inputs, requested, result, noticed, tried, progress)
-    return replace(plan, unread=request.unread, verdict=_certain(plan.verdict, inputs))
+    return replace(plan, unread=request.unread, verdict=_certain(plan))
 
 
-def _certain(verdict: Verdict, inputs: PlanInputs) -> Verdict:
+_KEPT = (Component.PARAMETERS, Component.OPTIMIZER, Component.EMA, Component.REPLICATED, Component.BUFFERS)
+
+
+def _certain(plan: Plan) -> Verdict:
     """Return the verdict, or unknown where what is not planned of a described run could turn it."""
-    bound = bound_of(inputs.limits)
+    limits, verdict = plan.inputs.limits, plan.verdict
+    bound = bound_of(limits)
+    if verdict == "does_not_fit" and all(limit.side == "more" or limit.passing for limit in limits):
+        # Whatever passes: no configuration has room for what is kept between steps.
+        kept = (sum(item.bytes or 0 for item in c.components if item.name in _KEPT) for c in plan.candidates)
+        if all(size > (c.usable_bytes or size) for size, c in zip(kept, plan.candidates, strict=True)):
+            return verdict
     certain = {"exact": True, "upper": verdict == "fits", "lower": verdict == "does_not_fit", "open": False}
     return verdict if certain[bound] else "unknown"
 

@@ -350,10 +350,12 @@ class PlanLimit:
     Attributes:
         what: A setting of the file, or a part of the run.
         side: Whether the run needs less or more than is planned; None if that depends.
+        passing: Whether it leaves unchanged what is kept between steps.
     """
 
     what: str
     side: Side | None
+    passing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

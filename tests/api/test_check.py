@@ -38,6 +38,7 @@ gradient_accumulation_steps: 4
 optimizer: adamw_torch_fused
 bf16: true
 gradient_checkpointing: true
+sample_packing: true
 datasets: [{path: org/data, type: alpaca}]
 learning_rate: 0.0002
 """

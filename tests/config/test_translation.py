@@ -17,15 +17,10 @@ from fsdptool.config.dialects import run_writers
 from fsdptool.config.translation import Translation, translate
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun
 
 TARGETS = sorted(run_writers())
-FACTS = [
-    item.name
-    for item in fields(DescribedRun)
-    if item.name
-    not in ("program", "program_version", "mesh", "learning", "keys", "defaults", "notes", "problems")
-]
+FACTS = [item.name for item in fields(DescribedRun) if item.name not in {"mesh", *NOT_FACTS}]
 SAME: dict[str, Any] = {
     "adamw_torch_fused": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw": "adamw",
     "adam": "adamw", "adamw_bnb_8bit": "adamw8bit", "adamw8bit": "adamw8bit", "adamw_8bit": "adamw8bit",

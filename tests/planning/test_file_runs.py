@@ -29,6 +29,7 @@ optimizer: adamw_torch_fused
 bf16: true
 gradient_checkpointing: true
 flash_attention: true
+sample_packing: true
 datasets: [{path: org/data, type: alpaca}]
 fsdp_version: 2
 fsdp_config:
@@ -44,6 +45,7 @@ finetuning_type: full
 dataset: alpaca
 template: llama3
 cutoff_len: 64
+packing: true
 per_device_train_batch_size: 2
 gradient_accumulation_steps: 8
 output_dir: out
@@ -246,6 +248,20 @@ def test_what_is_not_planned_leaves_no_certain_verdict(model: str, tmp_path: Pat
 )
 def test_bounds(sides: tuple[Any, ...], bound: str) -> None:
     assert bound_of([PlanLimit("key", side) for side in sides]) == bound
+
+
+def test_rows_that_are_not_packed_may_be_shorter(model: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "train.yaml", AXOLOTL.replace("sample_packing: true\n", "")
+    small = {"gpu": "RTX-4090-24GB", "micro_batch": 60_000}
+    plan = planned(path, text, model, **small)
+    assert [item.what for item in plan.inputs.limits] == [
+        "rows shorter than 64 tokens: samples are not packed"
+    ]
+    assert (plan.verdict, planned(path, text, model).verdict) == ("unknown", "fits")
+    assert planned(path, f"{text}pad_to_sequence_len: true\n", model, **small).verdict == "does_not_fit"
+    assert planned(path, text, model, sequence_length=64, **small).verdict == "does_not_fit"
+    # No row is so short that it makes room for the weights.
+    assert planned(path, text, "llama3:70b", gpu="RTX-4090-24GB", gpus=1).verdict == "does_not_fit"
 
 
 def test_a_second_description_of_the_run_is_refused(model: str, tmp_path: Path) -> None:

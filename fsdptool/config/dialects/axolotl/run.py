@@ -54,7 +54,7 @@ def describe(file: RunFile) -> DescribedRun:
         read.notes.append(
             "packing joins the micro-batch into one row of micro_batch_size x sequence_len tokens"
         )
-    read.use("pad_to_sequence_len", "lora_alpha", "peft_autocast_adapter_dtype")
+    read.use("lora_alpha", "peft_autocast_adapter_dtype")
     if read.raw("deepspeed"):
         read.notes.append(
             "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp_config with fsdp_version: 2"
@@ -79,6 +79,7 @@ def describe(file: RunFile) -> DescribedRun:
         objective=_objective(read),
         sequence_length=read.whole("sequence_len"),
         packing=packing,
+        full_rows=read.flag("pad_to_sequence_len"),  # core/builders/causal.py: pad_to_multiple_of
         micro_batch=micro,
         accumulation=accumulation,
         global_batch=global_batch(micro, accumulation, processes, mesh),

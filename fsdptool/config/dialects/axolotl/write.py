@@ -48,6 +48,7 @@ def write(to: RunWriter, block: Mapping[str, str]) -> None:
     if run.sequence_length is None:
         to.lose("without it axolotl cuts samples at 512 tokens", "sequence_length")
     to.put("sequence_len", run.sequence_length)
+    to.put("pad_to_sequence_len", run.full_rows or None)
     to.put("sample_packing", bool(run.packing) and run.objective in (None, "sft", "pretrain"))
     to.lose("axolotl keeps the samples of a row apart", "documents_joined")
     to.lose("axolotl packs no samples of preferences and rewards", "packing")
