@@ -6,13 +6,14 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdptool.files.text import SourceText, UnreadableError, read_bytes
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.scripts.facts import Facts
 from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.notebooks import Notebook, read_notebook
 from fsdptool.scripts.rules import GROUPS, RULES
 from fsdptool.scripts.state import TooLongError
 
@@ -50,14 +51,18 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
 
     A script that takes too many steps to follow has no findings: what would be reported might not be certain.
     """
-    tree = parsed(source.text)
+    notebook = read_notebook(source.text) if (source.path or "").endswith(".ipynb") else None
+    if notebook is None and (source.path or "").endswith(".ipynb"):
+        return Judged(refusal=("the file is not a notebook of nbformat 4", 1, 1))
+    text = source.text if notebook is None else notebook.text
+    tree = parsed(text)
     if not isinstance(tree, ast.Module):
         return Judged(refusal=tree)
     try:
         found = _findings(tree, versions)
     except (TooLongError, RecursionError):
         return Judged()
-    lines = source.text.split("\n")
+    lines = text.split("\n")
     diagnostics: list[Diagnostic] = []
     silenced: list[Diagnostic] = []
     for (code, line, column), (node, message) in sorted(
@@ -69,8 +74,17 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
             getattr(node, "end_lineno", None), (getattr(node, "end_col_offset", None) or 0) + 1,
         )  # fmt: skip
         last = min(getattr(node, "end_lineno", line) or line, len(lines))
+        if notebook is not None:
+            item = _in_cell(item, notebook)
         (silenced if _silenced(code, lines[line - 1 : last]) else diagnostics).append(item)
     return Judged(tuple(diagnostics), tuple(silenced))
+
+
+def _in_cell(item: Diagnostic, notebook: Notebook) -> Diagnostic:
+    """Return a finding of a notebook's code with its cell, and its place in the file."""
+    cell, line, of_file = notebook.places[(item.line or 1) - 1]
+    message = f"cell {cell}, line {line}: {item.message}"
+    return replace(item, message=message, line=of_file, column=None, end_line=None, end_column=None)
 
 
 def parsed(text: str) -> ast.Module | tuple[str, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
@@ -38,6 +39,7 @@ class CallSignature:
         return self.whole and name not in self.names
 
 
+@cache
 def is_older(version: str, than: str) -> bool:
     """Say whether a version is older than another one; a version that cannot be read is not."""
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shlex
 from pathlib import Path
 
@@ -166,3 +168,67 @@ def test_fixes_leave_scripts_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["validate", str(path), "--isolated", "--fix"]) == 1
     assert path.read_text() == text
     capsys.readouterr()
+
+
+def test_a_notebook_is_read_cell_by_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [
+        ("markdown", "# Training"),
+        ("code", "%pip install torch\nfrom torch.distributed.fsdp import fully_shard"),
+        ("code", "this does not parse ("),
+        ("code", "model = make()\nfully_shard(model, cpu_offload=True)"),
+    ]
+    document = {
+        "cells": [{"cell_type": kind, "source": text.splitlines(keepends=True)} for kind, text in cells],
+        "nbformat": 4,
+    }
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps(document, indent=1))
+    assert run(["validate", str(path), "--isolated", "--format", "json"]) == 1
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    (finding,) = file["findings"]
+    assert finding["code"] == "FSD610"
+    assert finding["message"].startswith("cell 4, line 2: ")
+    assert "cpu_offload=True" in path.read_text().split("\n")[finding["line"] - 1]
+    path.write_text("[1, 2]")
+    assert run(["validate", str(path), "--isolated"]) == 1
+
+
+def test_any_text_is_judged_without_a_crash() -> None:
+    """Lines of the examples are dropped, doubled, exchanged and cut at random."""
+    chance = random.Random(39)
+    texts = [rule.example.fails for rule in RULES if rule.example is not None]
+    for _ in range(100):
+        lines = chance.choice(texts).splitlines() + chance.choice(texts).splitlines()
+        for _ in range(chance.randrange(1, 6)):
+            at = chance.randrange(len(lines))
+            change = chance.randrange(4)
+            if change == 0:
+                del lines[at]
+            elif change == 1:
+                lines.insert(at, chance.choice(lines))
+            elif change == 2:
+                other = chance.randrange(len(lines))
+                lines[at], lines[other] = lines[other], lines[at]
+            else:
+                lines[at] = lines[at][: chance.randrange(len(lines[at]) + 1)]
+        judge_script(SourceText("\n".join(lines)), VERSIONS)
+
+
+CORPUS = Path(os.environ.get("FSDPTOOL_SCRIPTS_CORPUS", "/nonexistent"))
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="FSDPTOOL_SCRIPTS_CORPUS names no folder")
+def test_the_corpus_has_what_its_index_says_and_nothing_else() -> None:
+    """The titles of rules are the names of the index, with spaces."""
+    titles = {rule.code: rule.title.replace(" ", "-") for rule in RULES}
+    entries = [json.loads(line) for line in (CORPUS / "index.jsonl").read_text().splitlines()]
+    assert entries
+    for entry in entries:
+        path = CORPUS / entry["file"]
+        found: dict[str, list[int | None]] = {}
+        for item in judge_script(SourceText(path.read_text(), str(path)), VERSIONS).findings:
+            found.setdefault(titles[item.code], []).append(item.line)
+        wanted = {name: sorted(entry["lines"][name]) for name in entry["expect"]}
+        assert {name: sorted(line or 0 for line in lines) for name, lines in found.items()} == wanted, entry[
+            "file"
+        ]

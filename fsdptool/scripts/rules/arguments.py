@@ -212,8 +212,8 @@ def _removed_attribute(event: Event, report: Report) -> None:
 def _imports(facts: Facts, report: Report) -> None:
     version = facts.versions.get("torch", "0")
     shown = ".".join(version.split(".")[:2])
-    for event in facts.of_kind("import"):
-        if event.tries or event.guards:
+    for event in facts.events[facts.path.own or 0 :]:
+        if event.kind != "import" or event.tries or event.guards:
             continue
         for name, (gone, instead) in REMOVED.items():
             if (event.name == name or event.name.startswith(f"{name}.")) and not is_older(version, gone):
