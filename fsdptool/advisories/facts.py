@@ -35,7 +35,7 @@ _READS_VERSION, _TAKES_FSDP2 = Version("5.0.0"), Version("5.10.0")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """What is known of a run.
 
     Attributes:
@@ -57,7 +57,7 @@ class Facts:
         return name in self.values or not self.is_launch
 
 
-def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None = None) -> Facts:
+def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None = None) -> RunFacts:
     """Return what a text shows of its run.
 
     Args:
@@ -89,10 +89,10 @@ def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None 
         values["program"] = reading.consumer.name
     if _runs_fsdp1(values.get("program"), keys, versions):
         values["fsdp"] = values["settings.fsdp_version"] = 1
-    return Facts(values, keys, is_launch)
+    return RunFacts(values, keys, is_launch)
 
 
-def own_facts(run: ResolvedRun) -> Facts:
+def own_facts(run: ResolvedRun) -> RunFacts:
     """Return the facts of a run of fsdptool's own trainer, of which no key is open."""
     recipe, settings = run.recipe, run.settings
     values: dict[str, Any] = {
@@ -107,7 +107,7 @@ def own_facts(run: ResolvedRun) -> Facts:
         "settings.mixed_precision": settings.mixed_precision,
     }
     values |= {name: getattr(run.mesh, name.removeprefix("mesh.")) for name in _DIVIDED}
-    return Facts(values, {}, is_launch=False)
+    return RunFacts(values, {}, is_launch=False)
 
 
 def _of_settings(reading: Reading) -> dict[str, Any]:

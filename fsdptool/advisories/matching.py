@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fsdptool.advisories.catalogue import Versions, advisories, affected_version, fixed_in
-from fsdptool.advisories.facts import Facts
+from fsdptool.advisories.facts import RunFacts
 from fsdptool.records.advisory import Advisory, AuditFinding, FactTest
 from fsdptool.records.diagnostic import Diagnostic
 
@@ -29,7 +29,7 @@ _NO_EVIDENCE = frozenset({"program", "processes"})
 """Facts of almost every run: an advisory for which nothing else speaks is not worth a line."""
 
 
-def findings(facts: Facts, versions: Versions, ignored: Collection[str] = ()) -> tuple[AuditFinding, ...]:
+def findings(facts: RunFacts, versions: Versions, ignored: Collection[str] = ()) -> tuple[AuditFinding, ...]:
     """Return the advisories that apply to a run, and then those that may.
 
     An advisory may apply where its condition asks for something that the file does not show, if another part
@@ -45,7 +45,7 @@ def findings(facts: Facts, versions: Versions, ignored: Collection[str] = ()) ->
     return tuple(sorted((item for item in found if item), key=lambda item: (item.verdict, item.id)))
 
 
-def diagnostics(facts: Facts, versions: Versions, path: str | None) -> Iterator[Diagnostic]:
+def diagnostics(facts: RunFacts, versions: Versions, path: str | None) -> Iterator[Diagnostic]:
     """Yield a finding FSD376 for every advisory that applies to the run of a file."""
     for item in findings(facts, versions):
         if item.verdict != "applies" or item.effect == "cosmetic":
@@ -62,7 +62,7 @@ def diagnostics(facts: Facts, versions: Versions, path: str | None) -> Iterator[
         )
 
 
-def finding(advisory: Advisory, facts: Facts, versions: Versions) -> AuditFinding | None:
+def finding(advisory: Advisory, facts: RunFacts, versions: Versions) -> AuditFinding | None:
     """Return what an advisory says of a run, or None where it does not apply."""
     version = affected_version(advisory, versions)
     if version is None:
@@ -90,7 +90,7 @@ def finding(advisory: Advisory, facts: Facts, versions: Versions) -> AuditFindin
     )
 
 
-def _unknown(advisory: Advisory, facts: Facts, *, must_show: bool) -> tuple[str, ...] | None:
+def _unknown(advisory: Advisory, facts: RunFacts, *, must_show: bool) -> tuple[str, ...] | None:
     """Return what decides about an advisory and is not known; None where it does not apply."""
     effect = advisory.database_specific
     open_parts = [_open(tests, facts) for tests in effect.condition]
@@ -106,7 +106,7 @@ def _named(name: str) -> str:
     return f"the key {rest}" if kind == "keys" else f"the setting {rest if kind == 'settings' else name}"
 
 
-def _open(tests: Mapping[str, FactTest], facts: Facts) -> list[str] | None:
+def _open(tests: Mapping[str, FactTest], facts: RunFacts) -> list[str] | None:
     """Return the facts of a conjunction that are not known; None: it is false, or nothing speaks for it."""
     answers = {name: _holds(name, test, facts) for name, test in tests.items()}
     if False in answers.values():
@@ -123,7 +123,7 @@ def _excludes(test: FactTest) -> bool:
     return bool(test.none_of) or test.present is False
 
 
-def _holds(name: str, test: FactTest, facts: Facts) -> bool | None:
+def _holds(name: str, test: FactTest, facts: RunFacts) -> bool | None:
     """Return whether a fact is as a test wants it; None where the fact is not known."""
     if name.startswith("keys."):
         key = name.removeprefix("keys.")
