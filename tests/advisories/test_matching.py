@@ -8,7 +8,7 @@ import pytest
 from packaging.version import Version
 
 from fsdptool.advisories.catalogue import advisories, affected_version, fixed_in, ranges
-from fsdptool.advisories.facts import Facts
+from fsdptool.advisories.facts import RunFacts
 from fsdptool.advisories.matching import finding
 from fsdptool.records.advisory import Advisory
 from fsdptool.records.codec import from_json, to_json
@@ -26,7 +26,7 @@ def advisory(*condition: dict[str, Any], events: tuple[dict[str, str], ...] = ()
 
 
 def verdict(entry: Advisory, values: dict[str, Any], *, is_launch: bool = False, **keys: Any) -> str | None:
-    found = finding(entry, Facts(values, keys, is_launch), VERSIONS)
+    found = finding(entry, RunFacts(values, keys, is_launch), VERSIONS)
     return None if found is None else found.verdict
 
 
@@ -105,7 +105,7 @@ def test_one_of_several_conditions_is_enough() -> None:
 
 def test_what_is_unknown_is_named() -> None:
     entry = advisory({"fsdp": {"equals": 2}, "method": {"equals": "lora"}}, unseen=("a run is resumed",))
-    found = finding(entry, Facts({"fsdp": 2}, {}, True), VERSIONS)
+    found = finding(entry, RunFacts({"fsdp": 2}, {}, True), VERSIONS)
     assert found is not None
     assert found.unknown == ("whether adapters or a quantised base are trained", "whether a run is resumed")
 
