@@ -451,9 +451,17 @@ def _settings(run: DescribedRun) -> FsdpSettings:
             tp=next(_positive(mesh.tp), 1),
         ),
         num_processes=run.processes,
-        # Nothing is gathered where every rank holds the whole model and computes in its dtype.
-        ignored_modules=".*" if run.fsdp == "none" and (pure or frozen) else None,
+        ignored_modules=_whole_modules(run) if run.fsdp == "none" and (pure or frozen) else None,
     )
+
+
+def _whole_modules(run: DescribedRun) -> str:
+    """Return the modules of which nothing is gathered: every rank holds them and computes in their dtype.
+
+    Modules that are trained whole beside adapters have fp32 copies (peft 0.21,
+    ``utils/other.py:ModulesToSaveWrapper``), which autocast casts like a gather. They are outside the blocks.
+    """
+    return r".*\.\d+(?:\..*)?" if run.lora_modules_to_save else ".*"
 
 
 def _classes(run: DescribedRun) -> tuple[str, ...]:

@@ -194,6 +194,17 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
     assert any("does not use FSDP" in line for line in words.described(two))
 
 
+def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: str, tmp_path: Path) -> None:
+    """Their fp32 copies meet a base in 16 bits, which autocast allows."""
+    head, _, _ = AXOLOTL.partition("fsdp_version")
+    saved = head + "lora_modules_to_save: [embed_tokens, lm_head]\n"
+    plans = [planned(tmp_path / "train.yaml", text, model) for text in (head, saved)]
+    assert [plan.verdict for plan in plans] == ["fits", "fits"]
+    assert all(any("does not use FSDP" in line for line in words.described(plan)) for plan in plans)
+    gradients = [plan.details.states["gradients"] for plan in plans]
+    assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
+
+
 def test_the_model_of_a_file_is_known_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     text = AXOLOTL.replace("org/model", "meta-llama/Llama-3.1-8B")
