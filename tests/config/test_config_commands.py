@@ -336,7 +336,7 @@ def test_pre_commit_runs_the_hooks(tmp_path: Path) -> None:
     for folder in (hooks, work):
         folder.mkdir()
         call(folder, "git", "init", "-q")
-    for name in (".pre-commit-hooks.yaml", "pyproject.toml", "README.md", "LICENSE"):
+    for name in (".pre-commit-hooks.yaml", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(root / name, hooks / name)
     for name in ("fsdptool", "plugins", "schemas"):
         shutil.copytree(root / name, hooks / name, ignore=shutil.ignore_patterns("__pycache__"))
