@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from pathlib import Path
@@ -12,9 +13,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ADVISORIES = "fsdptool/advisories/entries/"
 """Entries whose examples only tests read."""
 
+PACKED = ("fsdptool/schemas/", "fsdptool/failures.json", ADVISORIES)
+"""What ``fsdptool.files.values.read_data`` reads, and takes compressed."""
+
 
 class CompactData(BuildHookInterface[Any]):
-    """Write JSON files of a wheel without indentation, and advisories without their examples."""
+    """Write JSON of a wheel without indentation, in part compressed, and advisories without examples."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the compact files to what a wheel includes; an editable installation reads the sources."""
@@ -27,8 +31,11 @@ class CompactData(BuildHookInterface[Any]):
         sources |= {path: f"fsdptool/schemas/{path.name}" for path in _data(root / "schemas")}
         for number, (path, target) in enumerate(sources.items()):
             compact = Path(self.folder.name) / f"{number}{path.suffix}"
-            compact.write_text(_compact(path, target), encoding="utf-8")
-            build_data["force_include"][str(compact)] = target
+            text = _compact(path, target).encode()
+            packed = target.startswith(PACKED)
+            # Without a time, so that equal sources give equal wheels.
+            compact.write_bytes(gzip.compress(text, mtime=0) if packed else text)
+            build_data["force_include"][str(compact)] = f"{target}.gz" if packed else target
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the compact files."""

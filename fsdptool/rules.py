@@ -6,11 +6,11 @@ rules on configuration files are in ``fsdptool.config.rules``.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.files.values import read_data
 from fsdptool.records.diagnostic import Rule
 
 if TYPE_CHECKING:
@@ -287,5 +287,5 @@ def failure_rules() -> list[Rule]:
 
 
 def _failures() -> list[dict[str, Any]]:
-    failures: list[dict[str, Any]] = json.loads(FAILURES.read_text(encoding="utf-8"))
+    failures: list[dict[str, Any]] = read_data(FAILURES)
     return failures

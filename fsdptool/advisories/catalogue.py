@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from fsdptool.files.values import PACKED, read_data
 from fsdptool.records.advisory import Advisory
 from fsdptool.records.codec import from_json
 
@@ -22,8 +22,8 @@ Versions = Mapping[str, tuple[Version, ...]]
 @cache
 def advisories() -> tuple[Advisory, ...]:
     """Return every advisory, in the order of the names."""
-    files = sorted(ENTRIES.glob("*.json"))
-    return tuple(from_json(Advisory, json.loads(file.read_bytes()), where=file.name) for file in files)
+    names = sorted(path.name.removesuffix(PACKED) for path in ENTRIES.glob("*.json*"))
+    return tuple(from_json(Advisory, read_data(ENTRIES / name), where=name) for name in names)
 
 
 @cache

@@ -26,6 +26,8 @@ _OPEN = frozenset({"sequence_length", "micro_batch", "accumulation", "lora_dropo
 """Facts that matter also where the source leaves them open and the other program does not."""
 _SAME_ATTENTION = {"flex": "flex_attention"}
 _UNKNOWN = "no key of the file says so"
+_REASONS = {"full_rows": "samples that are not packed are padded to the longest of a micro-batch"}
+"""Why programs lack what only one of them has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
 
 def _facts(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Iterator[Loss]:
     for name, wanted, got in differing(run, back):
-        yield Loss(name, _shown(wanted), _shown(got), writer.cannot.get(name, _UNKNOWN))
+        yield Loss(name, _shown(wanted), _shown(got), writer.cannot.get(name, _REASONS.get(name, _UNKNOWN)))
 
 
 def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, object, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -187,6 +188,8 @@ def _plain(node: Node) -> Any:
 
 
 _SUFFIX = ".schema.json"
+PACKED = ".gz"
+"""What a wheel appends to the names of JSON documents."""
 
 
 @cache
@@ -198,14 +201,15 @@ def schema_folder() -> Path:
     """
     package = Path(__file__).parent.parent
     for candidate in (package / "schemas", package.parent / "schemas"):
-        if any(candidate.glob(f"*{_SUFFIX}")):
+        if any(candidate.glob(f"*{_SUFFIX}*")):
             return candidate
     raise FsdptoolError("the JSON Schemas are missing from this installation", help="reinstall fsdptool")
 
 
 def schema_names() -> list[str]:
     """Return the names of all schemas, sorted, without their suffix."""
-    return sorted(path.name.removesuffix(_SUFFIX) for path in schema_folder().glob(f"*{_SUFFIX}"))
+    found = schema_folder().glob(f"*{_SUFFIX}*")
+    return sorted(path.name.removesuffix(PACKED).removesuffix(_SUFFIX) for path in found)
 
 
 @cache
@@ -215,11 +219,20 @@ def load_schema(name: str) -> dict[str, Any]:
     Raises:
         FsdptoolError: The schema does not exist; the message lists the schemas.
     """
-    path = schema_folder() / f"{name}{_SUFFIX}"
-    if not path.is_file():
+    if name not in schema_names():
         raise FsdptoolError(f"unknown schema {name!r}", help=f"choose one of: {', '.join(schema_names())}")
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = read_data(schema_folder() / f"{name}{_SUFFIX}")
     return loaded
+
+
+def read_data(path: Path) -> Any:
+    """Return a JSON document of this package, which a wheel holds compressed (``hatch_build.py``).
+
+    Args:
+        path: Where the sources have it.
+    """
+    packed = path.with_name(f"{path.name}{PACKED}")
+    return json.loads(gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes())
 
 
 def read_object(path: Path, schema: str | None = None) -> dict[str, Any]:

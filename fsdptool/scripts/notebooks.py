@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import warnings
 from dataclasses import dataclass
 from typing import Any
+
+from fsdptool.files.values import load_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def read_notebook(text: str) -> Notebook | None:
     not parse.
     """
     try:
-        document: Any = json.loads(text)
+        document: Any = load_json(text)
     except (ValueError, RecursionError):
         return None
     cells = document.get("cells") if isinstance(document, dict) else None
