@@ -97,11 +97,12 @@ def installed(wheel: Path, folder: Path, extra: str | None) -> Path:
 def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Path]) -> None:
     wheel, sdist = distributions
     names = set(zipfile.ZipFile(wheel).namelist())
-    schemas = {f"fsdptool/schemas/{path.name}" for path in (ROOT / "schemas").glob("*.json")}
+    schemas = {f"fsdptool/schemas/{path.name}.gz" for path in (ROOT / "schemas").glob("*.json")}
     assert schemas
     assert schemas <= names
     entries = (ROOT / "fsdptool" / "advisories" / "entries").glob("*.json")
-    assert {f"fsdptool/advisories/entries/{path.name}" for path in entries} <= names
+    assert {f"fsdptool/advisories/entries/{path.name}.gz" for path in entries} <= names
+    assert "fsdptool/failures.json.gz" in names
     assert "fsdptool/py.typed" in names
     for folder in ("templates", "static"):
         web = [path for path in (ROOT / "fsdptool" / "web" / folder).rglob("*") if path.is_file()]
