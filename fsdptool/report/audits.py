@@ -59,8 +59,9 @@ def summary(report: AuditReport) -> str:
     applied = sum(item.verdict == "applies" for item in found)
     versions = ", ".join(f"{name} {' and '.join(items)}" for name, items in report.versions.items())
     count = len(report.files)
+    applies = "1 applies" if applied == 1 else f"{applied} apply"
     return (
-        f"{count} file{'s' * (count != 1)}, {report.advisories} advisories: {applied} apply, "
+        f"{count} file{'s' * (count != 1)}, {report.advisories} advisories: {applies}, "
         f"{len(found) - applied} may apply ({printable(versions)})"
     )
 

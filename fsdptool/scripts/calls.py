@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from fsdptool.scripts.names import KNOWN, library, short
@@ -51,20 +52,20 @@ _THROUGH = frozenset(
 _DEPTH = 10
 
 
-class Calls(ScriptState):
+class Calls(ScriptState, ABC):
     """What follows attributes and calls."""
 
+    @abstractmethod
     def value(self, node: ast.AST | None) -> Value:
         """Return what an expression stands for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def assign(self, target: ast.AST, value: Value) -> None:
         """Bind a target to a value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_function(self, body: Sequence[ast.stmt]) -> Value:
         """Run the body of a function in the current scope; return what it returns."""
-        raise NotImplementedError
 
     # Attributes and items
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -49,16 +49,27 @@ class Facts:
     Attributes:
         path: The way.
         versions: Versions of libraries, by distribution.
+        cells: For each line of a notebook's code its cell, its line in the cell and that in the file; empty
+            for a script.
     """
 
     path: Path
     versions: Mapping[str, str]
+    cells: Sequence[tuple[int, int, int | None]] = ()
     _memo: dict[tuple[int, int], int | None] = field(default_factory=dict)
 
     @property
     def events(self) -> tuple[Event, ...]:
         """Every event, in its order."""
         return self.path.events
+
+    def place(self, node: ast.AST | None) -> str:
+        """Return the line of a node, as a reader of the script or of the notebook finds it."""
+        line: int = getattr(node, "lineno", 1)
+        if not self.cells:
+            return f"line {line}"
+        cell, own, _ = self.cells[line - 1]
+        return f"line {own} of cell {cell}"
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, str], list[Event]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
     if not isinstance(tree, ast.Module):
         return Judged(refusal=tree)
     try:
-        found = _findings(tree, versions)
+        found = _findings(tree, versions, () if notebook is None else notebook.places)
     except (TooLongError, RecursionError):
         return Judged()
     lines = text.split("\n")
@@ -100,7 +100,7 @@ def parsed(text: str) -> ast.Module | tuple[str, int, int]:
 
 
 def _findings(
-    tree: ast.Module, versions: Mapping[str, str]
+    tree: ast.Module, versions: Mapping[str, str], cells: Sequence[tuple[int, int, int | None]]
 ) -> dict[tuple[str, int, int], tuple[ast.AST, str]]:
     found: dict[tuple[str, int, int], tuple[ast.AST, str]] = {}
 
@@ -109,7 +109,7 @@ def _findings(
         found.setdefault(place, (node, message))
 
     for path in Interpreter(tree).paths():
-        facts = Facts(path, versions)
+        facts = Facts(path, versions, cells)
         for group in GROUPS:
             group.check(facts, report)
     return found

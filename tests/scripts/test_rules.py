@@ -189,6 +189,18 @@ def test_a_notebook_is_read_cell_by_cell(tmp_path: Path, capsys: pytest.CaptureF
     assert finding["code"] == "FSD610"
     assert finding["message"].startswith("cell 4, line 2: ")
     assert "cpu_offload=True" in path.read_text().split("\n")[finding["line"] - 1]
+    before = (
+        "code",
+        "model = make()\noptimizer = torch.optim.SGD(model.parameters(), lr=1)\nfully_shard(model)",
+    )
+    cells = [*cells[:2], ("code", "import torch"), before]
+    document["cells"] = [
+        {"cell_type": kind, "source": text.splitlines(keepends=True)} for kind, text in cells
+    ]
+    path.write_text(json.dumps(document, indent=1))
+    assert run(["validate", str(path), "--isolated", "--select", "FSD601", "--format", "json"]) == 1
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    assert "the sharding on line 3 of cell 4, " in file["findings"][0]["message"]
     path.write_text("[1, 2]")
     assert run(["validate", str(path), "--isolated"]) == 1
 

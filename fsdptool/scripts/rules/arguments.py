@@ -121,7 +121,7 @@ def check(facts: Facts, report: Report) -> None:
     _imports(facts, report)
     _policies(facts, report)
     for event, _ in facts.shardings:
-        _swallowed(event, report)
+        _swallowed(facts, event, report)
         mesh = made_by(event.get("mesh", 1), "init_device_mesh")
         shape = (
             mesh.args[1] if mesh is not None and len(mesh.args) > 1 else facts.option_of(mesh, "mesh_shape")
@@ -264,13 +264,13 @@ def _policy(value: Value | None) -> tuple[str, frozenset[str]]:
 _BROAD = ("Exception", "BaseException", "RuntimeError")
 
 
-def _swallowed(event: Event, report: Report) -> None:
+def _swallowed(facts: Facts, event: Event, report: Report) -> None:
     for statement in event.tries:
         if not any(item is event.node for body in statement.body for item in ast.walk(body)):
             continue
         goes_on = [handler for handler in statement.handlers if _is_broad(handler) and not _ends(handler)]
         if goes_on and not statement.finalbody:
-            report("FSD615", event.node, f"line {goes_on[0].lineno} goes on with an unsharded model")
+            report("FSD615", event.node, f"{facts.place(goes_on[0])} goes on with an unsharded model")
 
 
 def _is_broad(handler: ast.ExceptHandler) -> bool:

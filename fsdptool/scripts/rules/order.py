@@ -138,12 +138,12 @@ def _optimizers(facts: Facts, report: Report) -> None:
             continue
         found = _replaced(facts, owner, event)
         if found is not None:
-            report("FSD601", event.node, _later(found, "the optimizer"))
+            report("FSD601", event.node, _later(facts, found, "the optimizer"))
 
 
-def _later(found: Event, what: str) -> str:
-    line = getattr(found.node, "lineno", 0)
-    return f"{what} holds the parameters of before the sharding on line {line}, and trains nothing"
+def _later(facts: Facts, found: Event, what: str) -> str:
+    where = facts.place(found.node)
+    return f"{what} holds the parameters from before the sharding on {where}, and trains nothing"
 
 
 def _replaced(facts: Facts, module: Thing, after: Event) -> Event | None:
@@ -196,7 +196,7 @@ def _captured(facts: Facts, report: Report) -> None:
                 continue
             found = _replaced(facts, module, taken)
             if found is not None and found.order < use.order and precedes(found, use):
-                report("FSD602", taken.node, _later(found, "the list"))
+                report("FSD602", taken.node, _later(facts, found, "the list"))
                 break
 
 

@@ -116,7 +116,7 @@ def _device(facts: Facts, report: Report) -> None:
         chooses = "device_id" in event.keywords or event.partly
         wraps = event.kind == "call" and event.name == FSDP1 and not chooses
         if event.order > start.order and (wraps or _moves(event)) and not event.guards:
-            report("FSD680", start.node, f"no GPU is chosen before line {getattr(event.node, 'lineno', 0)}")
+            report("FSD680", start.node, f"no GPU is chosen before {facts.place(event.node)}")
             return
 
 

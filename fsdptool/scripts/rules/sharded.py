@@ -302,10 +302,8 @@ def _weights(facts: Facts, report: Report) -> None:
                     )
         for name, node in _reads(made):
             if name in names and not any(name in pair for pair in _ties(made)):
-                line = getattr(names[name].node, "lineno", 0)
-                report(
-                    "FSD625", node, f"{name} has a unit of its own (line {line}), and its weight is read here"
-                )
+                where = facts.place(names[name].node)
+                report("FSD625", node, f"{name} has a unit of its own ({where}), and its weight is read here")
 
 
 def _attribute_name(item: Thing) -> str:
