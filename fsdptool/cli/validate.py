@@ -170,7 +170,7 @@ def _repair(
     """Fix what is reported; the code of a finding decides in later passes, too."""
     from fsdptool.config.migrate import repair, repair_selected
 
-    if reading.source is None or reading.dialect in (None, "python"):
+    if reading.source is None or reading.dialect is None:
         return None
     try:
         if selectors is not None:

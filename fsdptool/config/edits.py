@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Document, Entry, Node, ParseError
-from fsdptool.records.diagnostic import Edit
+from fsdptool.records.diagnostic import Edit, apply_edits
 
 
 def last_index(node: Node) -> int:
@@ -253,24 +253,6 @@ def block_lines(values: dict[str, Any], column: int = 0) -> list[str]:
     return lines
 
 
-def apply_edits(text: str, edits: list[Edit]) -> str:
-    """Return ``text`` with non-overlapping edits applied.
-
-    Raises:
-        ValueError: Two edits overlap.
-    """
-    result: list[str] = []
-    position = 0
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
-        if edit.start < position:
-            raise ValueError("edits overlap")
-        result.append(text[position : edit.start])
-        result.append(edit.text)
-        position = edit.end
-    result.append(text[position:])
-    return "".join(result)
-
-
 class NotEditableError(Exception):
     """The text's form does not allow an edit."""
 
@@ -315,7 +297,7 @@ class Rewriter:
         """
         if edits is None:
             raise NotEditableError(what)
-        self.source = self.source.with_text(apply_edits(self.source.text, list(edits)))
+        self.source = self.source.with_text(apply_edits(self.source.text, edits))
         self._parse()
 
     def put(self, name: str | None, key: str, value: Any, *, synonyms: tuple[str, ...] = ()) -> None:

@@ -21,7 +21,7 @@ from fsdptool.config.dialects import (
     sniff_dialect,
 )
 from fsdptool.config.dialects.protocol import Dialect, DialectFinding, LintContext, parse_source
-from fsdptool.config.edits import NotEditableError, Rewriter, apply_edits, edits_between
+from fsdptool.config.edits import NotEditableError, Rewriter, edits_between
 from fsdptool.config.programs import Consumer
 from fsdptool.config.result import Conditions, Reading
 from fsdptool.config.rules import RULES
@@ -29,7 +29,7 @@ from fsdptool.config.rules.meaning import check_meaning
 from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, ParseError, duplicates, walk
-from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveSetting
+from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveSetting, apply_edits
 
 if TYPE_CHECKING:
     from fsdptool.config.command_lines import Line, NamedFiles

@@ -25,6 +25,24 @@ class Edit:
     text: str
 
 
+def apply_edits(text: str, edits: Iterable[Edit]) -> str:
+    """Return ``text`` with non-overlapping edits applied.
+
+    Raises:
+        ValueError: Two edits overlap.
+    """
+    result: list[str] = []
+    position = 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        if edit.start < position:
+            raise ValueError("edits overlap")
+        result.append(text[position : edit.start])
+        result.append(edit.text)
+        position = edit.end
+    result.append(text[position:])
+    return "".join(result)
+
+
 @dataclass(frozen=True, slots=True)
 class Fix:
     """A change that removes a finding. ``safe`` means the run it describes stays the same."""

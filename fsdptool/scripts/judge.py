@@ -15,6 +15,7 @@ from fsdptool.scripts.facts import Facts
 from fsdptool.scripts.interpreter import Interpreter
 from fsdptool.scripts.notebooks import Notebook, read_notebook
 from fsdptool.scripts.rules import GROUPS, RULES
+from fsdptool.scripts.spans import Change, Spans
 from fsdptool.scripts.state import TooLongError
 
 TABLE = {rule.code: rule for rule in RULES}
@@ -65,13 +66,15 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
     lines = text.split("\n")
     diagnostics: list[Diagnostic] = []
     silenced: list[Diagnostic] = []
-    for (code, line, column), (node, message) in sorted(
+    spans = Spans(text)
+    for (code, line, column), (node, message, change) in sorted(
         found.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])
     ):
         rule = TABLE[code]
         item = Diagnostic(
             code, rule.severity, message, rule.fix, source.path, line, column,
             getattr(node, "end_lineno", None), (getattr(node, "end_col_offset", None) or 0) + 1,
+            fix=spans.fix(change) if change is not None and notebook is None else None,
         )  # fmt: skip
         last = min(getattr(node, "end_lineno", line) or line, len(lines))
         if notebook is not None:
@@ -101,12 +104,12 @@ def parsed(text: str) -> ast.Module | tuple[str, int, int]:
 
 def _findings(
     tree: ast.Module, versions: Mapping[str, str], cells: Sequence[tuple[int, int, int | None]]
-) -> dict[tuple[str, int, int], tuple[ast.AST, str]]:
-    found: dict[tuple[str, int, int], tuple[ast.AST, str]] = {}
+) -> dict[tuple[str, int, int], tuple[ast.AST, str, Change | None]]:
+    found: dict[tuple[str, int, int], tuple[ast.AST, str, Change | None]] = {}
 
-    def report(code: str, node: ast.AST, message: str) -> None:
+    def report(code: str, node: ast.AST, message: str, change: Change | None = None, /) -> None:
         place = (code, getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1)
-        found.setdefault(place, (node, message))
+        found.setdefault(place, (node, message, change))
 
     for path in Interpreter(tree).paths():
         facts = Facts(path, versions, cells)

@@ -190,3 +190,51 @@ DEPRECATED = {
 
 PUBLIC_SINCE = "2.6"
 """The first torch whose ``torch.distributed.fsdp`` has ``fully_shard``."""
+
+PUBLIC = {
+    "torch.distributed.fsdp": frozenset({
+        "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard",
+        "register_fsdp_forward_method", "UnshardHandle",
+    }),
+    "torch.distributed.tensor": frozenset({
+        "DTensor", "Partial", "Placement", "Replicate", "Shard", "distribute_module", "distribute_tensor",
+        "empty", "full", "ones", "rand", "randn", "zeros",
+    }),
+}  # fmt: skip
+"""Names that public modules have as well as the private ones (torch 2.13)."""
+
+_TRAINING = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "push_to_hub_token": "hub_token",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+}
+
+_TRAINER = {"tokenizer": "processing_class"}
+
+RENAMED = {
+    "fully_shard": {
+        "mixed_precision_policy": "mp_policy",
+        "device_mesh": "mesh",
+        "use_orig_params": "",
+        "limit_all_gathers": "",
+    },
+    "CPUOffloadPolicy": {"offload_params": ""},
+    "FullyShardedDataParallel": {
+        "fsdp_auto_wrap_policy": "auto_wrap_policy",
+        "mesh": "device_mesh",
+        "ignored_parameters": "ignored_states",
+    },
+    "StateDictOptions": {"offload_to_cpu": "cpu_offload"},
+    "init_device_mesh": {"dim_names": "mesh_dim_names"},
+    "FullyShardedDataParallelPlugin": {
+        "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+        "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    },
+    **dict.fromkeys(
+        ("TrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "Seq2SeqTrainingArguments"), _TRAINING
+    ),
+    **dict.fromkeys(("Trainer", "SFTTrainer", "DPOTrainer", "Seq2SeqTrainer"), _TRAINER),
+}
+"""Arguments with the one name that means the same; the name is empty where the argument has no meaning."""

@@ -21,7 +21,7 @@ from typing import Any, cast
 from fsdptool.config.canonical import BOOLEANS, COMMON
 from fsdptool.config.dialects import CERTAIN, load_registry
 from fsdptool.config.dialects.protocol import API_VERSION, Dialect, parse_source
-from fsdptool.config.edits import Editor, apply_edits
+from fsdptool.config.edits import Editor
 from fsdptool.config.migrate import repair
 from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.reader import read_settings
@@ -30,6 +30,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import Entry, Node, ParseError
 from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.records.diagnostic import apply_edits
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.sharding import FsdpSettings
 

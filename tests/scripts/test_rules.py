@@ -161,12 +161,52 @@ def test_findings_have_the_forms_of_other_files(
     assert "mp_policy" in shown
 
 
-def test_fixes_leave_scripts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.safety == "safe"], ids=lambda rule: rule.code
+)
+def test_a_safe_fix_removes_what_is_found(
+    rule: Rule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rule.example is not None
     path = tmp_path / "train.py"
-    text = "from torch.distributed.fsdp import fully_shard\nfully_shard(m, mixed_precision=1)\n"
-    path.write_text(text)
+    path.write_text(rule.example.fails, encoding="utf-8")
+    options = [str(path), "--isolated", *shlex.split(rule.example.options)]
+    assert run(["validate", *options, "--fix"]) == 0
+    fixed = path.read_text(encoding="utf-8")
+    assert fixed != rule.example.fails
+    assert codes(fixed) == set()
+    assert run(["validate", *options, "--fix"]) == 0
+    assert path.read_text(encoding="utf-8") == fixed
+    capsys.readouterr()
+
+
+def test_fixes_leave_the_rest_of_a_script_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Comments, columns behind characters of several bytes, line endings and other findings stay."""
+    path = tmp_path / "train.py"
+    text = """
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+def main(model, batch):
+    policy = MixedPrecisionPolicy()
+    fully_shard(
+        model.layers[0],
+        mixed_precision=policy,  # naïve
+        use_orig_params=True,  # goes with its argument
+        offload_policy=CPUOffloadPolicy(offload_params=True),
+    )
+    fully_shard(model, ignored_modules=[], cpu_offload=True)
+    "äöü"; model.forward(batch)
+""".replace("\n", "\r\n")
+    path.write_bytes(text.encode())
     assert run(["validate", str(path), "--isolated", "--fix"]) == 1
-    assert path.read_text() == text
+    for old, new in (
+        ("mixed_precision=policy", "mp_policy=policy"),
+        ("        use_orig_params=True,  # goes with its argument\r\n", ""),
+        ("(offload_params=True)", "()"),
+        ("model.forward(batch)", "model(batch)"),
+    ):
+        text = text.replace(old, new)
+    assert path.read_bytes().decode() == text
     capsys.readouterr()
 
 

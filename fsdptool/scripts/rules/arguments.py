@@ -7,7 +7,16 @@ import ast
 from fsdptool.scripts.facts import FSDP1, Facts
 from fsdptool.scripts.names import short
 from fsdptool.scripts.rules.table import BLOCKS, SHARD, TORCH, WRAP, Report, rule
-from fsdptool.scripts.signatures import DEPRECATED, PUBLIC_SINCE, REMOVED, SIGNATURES, is_older
+from fsdptool.scripts.signatures import (
+    DEPRECATED,
+    PUBLIC,
+    PUBLIC_SINCE,
+    REMOVED,
+    RENAMED,
+    SIGNATURES,
+    is_older,
+)
+from fsdptool.scripts.spans import Change
 from fsdptool.scripts.values import (
     Const,
     Event,
@@ -34,7 +43,8 @@ RULES = (
          TORCH + SHARD + "from torch.distributed.fsdp import MixedPrecisionPolicy\n\ndef main(model):\n"
          "    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)\n"
          "    for block in model.blocks:\n        fully_shard(block, mp_policy=policy)\n",
-         "    fully_shard(model, mixed_precision=policy)\n", "    fully_shard(model, mp_policy=policy)\n"),
+         "    fully_shard(model, mixed_precision=policy)\n", "    fully_shard(model, mp_policy=policy)\n",
+         safety="safe"),
     rule(611, "wrong-argument-value", "error",
          "The argument takes an object or another type: a boolean as `cpu_offload` or `mixed_precision` "
          "of FSDP1 is an "
@@ -67,7 +77,7 @@ RULES = (
     rule(614, "import-deprecated", "info",
          "The name still works in torch 2.13; it is private, or warns that it will be removed.",
          "Use the public name.",
-         "", "from torch.distributed._composable.fsdp import fully_shard\n", SHARD),
+         "", "from torch.distributed._composable.fsdp import fully_shard\n", SHARD, safety="safe"),
     rule(615, "sharding-failure-swallowed", "warning",
          "If sharding fails, the handler goes on with the plain model: every rank trains a model of its "
          "own, or runs "
@@ -100,7 +110,7 @@ RULES = (
          "Call it inside `with enable_wrap(wrapper_cls=FSDP):`, or drop it.",
          TORCH + WRAP + "from torch.distributed.fsdp.wrap import enable_wrap, wrap\n",
          "layer = wrap(torch.nn.Linear(8, 8))\n",
-         "with enable_wrap(wrapper_cls=FSDP):\n    layer = wrap(torch.nn.Linear(8, 8))\n"),
+         "with enable_wrap(wrapper_cls=FSDP):\n    layer = wrap(torch.nn.Linear(8, 8))\n", safety="safe"),
     rule(619, "hsdp-mesh-unnamed", "error",
          "`fully_shard` on a mesh with two dimensions needs their names: AssertionError (torch 2.13).",
          'Name both, the replicated one first: `mesh_dim_names=("replicate", "shard")`.',
@@ -131,7 +141,12 @@ def check(facts: Facts, report: Report) -> None:
             report("FSD619", mesh.node or event.node, "the mesh of two dimensions has no mesh_dim_names")
     for event in facts.calls("wrap"):
         if facts.path.own is None and not event.stack and not event.contexts:
-            report("FSD618", event.node, "wrap is called outside of enable_wrap and does nothing")
+            call = event.node
+            plain = isinstance(call, ast.Call) and len(call.args) == 1 and not call.keywords
+            report(
+                "FSD618", call, "wrap is called outside of enable_wrap and does nothing",
+                Change(call, by=call.args[0]) if plain and isinstance(call, ast.Call) else None,
+            )  # fmt: skip
 
 
 def _arguments(facts: Facts, event: Event, report: Report) -> None:
@@ -146,7 +161,7 @@ def _arguments(facts: Facts, event: Event, report: Report) -> None:
             advice = f"; use {instead}" if instead and not instead.startswith("nothing") else ""
             why = f" ({instead})" if instead and instead.startswith("nothing") else ""
             message = f"{event.name} has no argument {name} in {signature.package} {shown}{advice}{why}"
-            report("FSD610", event.places.get(name, event.node), message)
+            report("FSD610", event.places.get(name, event.node), message, _repair(event, name))
     if signature.positional is not None and len(event.args) > signature.positional:
         message = f"{event.name} takes one argument by position; write the others by name"
         report("FSD610", event.node, message)
@@ -155,6 +170,25 @@ def _arguments(facts: Facts, event: Event, report: Report) -> None:
         if strategy is not None and not is_constant(strategy, None):
             report("FSD610", event.places["sharding_strategy"],
                    "FSDP2 has no sharding_strategy; use reshard_after_forward=True or False")  # fmt: skip
+
+
+def _repair(event: Event, name: str) -> Change | None:
+    """Return what repairs an argument that does not exist, if there is one thing that it can mean."""
+    place, call = event.places.get(name), event.node
+    if not isinstance(place, ast.keyword) or not isinstance(call, ast.Call):
+        return None
+    if event.name == "fully_shard":
+        for wanted, kinds in (
+            ("mp_policy", ("MixedPrecisionPolicy",)),
+            ("offload_policy", ("CPUOffloadPolicy", "OffloadPolicy")),
+        ):
+            if made_by(event.keywords[name], *kinds) is not None:
+                return Change(place, wanted, call)
+    new = RENAMED.get(event.name, {}).get(name)
+    if new is None or new in event.keywords:
+        return None
+    offloads = name != "offload_params" or is_constant(event.keywords[name], True)
+    return Change(place, new or None, call) if offloads else None
 
 
 _OBJECTS = {
@@ -225,11 +259,22 @@ def _imports(facts: Facts, report: Report) -> None:
             for module, instead in DEPRECATED.items():
                 late = is_older(version, PUBLIC_SINCE)
                 if event.name.startswith(f"{module}.") and not late:
-                    report("FSD614", event.node, f"{module} is private; import from {instead}")
+                    moved = _is_public(event.node, module, instead)
+                    change = Change(event.node, instead) if moved else None
+                    report("FSD614", event.node, f"{module} is private; import from {instead}", change)
     for event in facts.calls("dcp.save_state_dict", "dcp.load_state_dict", f"{FSDP1}.state_dict_type"):
         if event.name.startswith("dcp"):
             public = event.name.removesuffix("_state_dict")
             report("FSD614", event.node, f"{event.name} is deprecated; use {public}")
+
+
+def _is_public(node: ast.AST, module: str, instead: str) -> bool:
+    """Say whether all that a statement imports from a private module exists in the public one."""
+    return (
+        isinstance(node, ast.ImportFrom)
+        and node.module == module
+        and all(item.name in PUBLIC[instead] for item in node.names)
+    )
 
 
 def _policies(facts: Facts, report: Report) -> None:

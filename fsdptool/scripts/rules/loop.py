@@ -6,6 +6,7 @@ import ast
 
 from fsdptool.scripts.facts import Facts, label, unwrapped
 from fsdptool.scripts.rules.table import BLOCKS, DIST, SHARD, TORCH, WRAP, Report, rule
+from fsdptool.scripts.spans import Change
 from fsdptool.scripts.values import (
     Class,
     Const,
@@ -123,7 +124,7 @@ RULES = (
          "torch.Tensor and "
          "DTensor` (torch 2.13).",
          "Call the module itself.",
-         _DEF, "    return model.forward(batch)\n", "    return model(batch)\n"),
+         _DEF, "    return model.forward(batch)\n", "    return model(batch)\n", safety="safe"),
     rule(670, "method-not-registered", "error",
          "Only a call of the module runs FSDP2's hooks. Another method that uses its parameters meets "
          "sharded ones: `got "
@@ -390,7 +391,9 @@ def _penalty(facts: Facts, event: Event, chain: list[Value], report: Report) -> 
 def _forwards(facts: Facts, report: Report) -> None:
     for event in facts.methods("forward"):
         if facts.generation(event.target, event) == 2 and not _in_module(facts, event):
-            report("FSD669", event.node, f"{label(event.target)}.forward runs without FSDP's hooks")
+            called = event.node.func if isinstance(event.node, ast.Call) else None
+            change = Change(called, by=called.value) if isinstance(called, ast.Attribute) else None
+            report("FSD669", event.node, f"{label(event.target)}.forward runs without FSDP's hooks", change)
     trained = [event.order for event in facts.methods("backward")]
     for event in facts.of_kind("use"):
         target = event.target

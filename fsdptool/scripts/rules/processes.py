@@ -6,6 +6,7 @@ import ast
 
 from fsdptool.scripts.facts import FSDP1, Facts
 from fsdptool.scripts.rules.table import DIST, SHARD, TORCH, WRAP, Report, rule
+from fsdptool.scripts.spans import Change
 from fsdptool.scripts.values import Const, Event, Thing, Value, constant, is_constant, made_by, origins
 
 _DATA = "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
@@ -76,7 +77,7 @@ RULES = (
          "Keep the sampler; it shuffles.",
          _DATA + "\ndef main(data):\n",
          "    return DataLoader(data, sampler=DistributedSampler(data), shuffle=True)\n",
-         "    return DataLoader(data, sampler=DistributedSampler(data))\n"),
+         "    return DataLoader(data, sampler=DistributedSampler(data))\n", safety="safe"),
     rule(686, "nccl-environment", "info",
          "The variable is for debugging: it makes collectives or kernels slow, or turns checks on.",
          "Remove it.",
@@ -180,7 +181,9 @@ _OTHER_LOOPS = (
 def _loader(facts: Facts, event: Event, report: Report) -> None:
     shuffle, sampler = event.get("shuffle", 2), event.get("sampler", 3)
     if is_constant(shuffle, True) and made_by(sampler, "DistributedSampler") is not None:
-        report("FSD685", event.node, "the loader has a sampler and shuffle=True")
+        place, call = event.places.get("shuffle"), event.node
+        change = Change(place, None, call) if place is not None and isinstance(call, ast.Call) else None
+        report("FSD685", call, "the loader has a sampler and shuffle=True", change)
     if (
         not is_constant(shuffle, True)
         or sampler is not None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from typing import Protocol
 
-from fsdptool.records.diagnostic import Example, Rule, Severity
+from fsdptool.records.diagnostic import Example, Rule, Safety, Severity
+from fsdptool.scripts.spans import Change
 
-Report = Callable[[str, ast.AST, str], None]
-"""Takes a code, a place and a message."""
+
+class Report(Protocol):
+    """Takes a code, a place, a message, and what would repair it."""
+
+    def __call__(self, code: str, node: ast.AST, message: str, change: Change | None = None, /) -> None:
+        """Take a finding."""
+
 
 SHARD = "from torch.distributed.fsdp import fully_shard\n"
 WRAP = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
@@ -28,9 +34,10 @@ def rule(
     fails: str,
     passes: str,
     options: str = "",
+    safety: Safety = "none",
 ) -> Rule:
     """Return a rule on scripts; its examples begin alike."""
     return Rule(
-        f"FSD{number}", name.replace("-", " "), severity, why, fix,
+        f"FSD{number}", name.replace("-", " "), severity, why, fix, safety,
         example=Example(head + fails, head + passes, options),
     )  # fmt: skip
