@@ -1,4 +1,4 @@
-"""``fsdptool migrate``: FSDP1 to FSDP2 in any dialect, and one dialect or program to another."""
+"""``fsdptool migrate``: FSDP1 to FSDP2 in any dialect and in scripts, and one program to another."""
 
 from __future__ import annotations
 

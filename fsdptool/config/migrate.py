@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import LAUNCH
-from fsdptool.config.dialects import load_registry, run_writers
+from fsdptool.config.dialects import load_registry, run_writers, script_versions
 from fsdptool.config.lint_settings import FindingSelector, selector_of
-from fsdptool.config.reader import disjoint, key_of, read_settings, try_fixes, withhold_refused
+from fsdptool.config.reader import SCRIPTS, disjoint, key_of, read_settings, try_fixes, withhold_refused
 from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError, FsdptoolError
@@ -242,6 +242,9 @@ def migrate_file(
     Raises:
         ConfigError: ``dialect`` is not known.
     """
+    name = source.path if source is not None else str(path)
+    if dialect is None and name is not None and name.endswith(SCRIPTS):
+        return _script(path, to, source)
     whole = to is not None and to in run_writers()
     translated = _translated(path, to, dialect, source, files) if whole else None
     if translated is not None:
@@ -264,6 +267,37 @@ def migrate_file(
     if to is None or to == reading.dialect:
         return _in_place(path, reading)
     return _across(path, reading, to)
+
+
+def _script(path: Path, to: str | None, source: SourceText | None) -> Migrated:
+    """Migrate a training script from FSDP1 to FSDP2; everything in it, or nothing."""
+    from fsdptool.scripts.migrate import migrate_script
+
+    try:
+        source = source if source is not None else read_source(path)
+    except UnreadableError as error:
+        return Migrated(path, None, "", None, error.message)
+    refused = partial(Migrated, path, "python", source.text, None)
+    if to is not None:
+        return refused(f"a script is not written for {to}", "leave out --to")
+    if path.suffix == ".ipynb":
+        return refused("notebooks are judged and not migrated", "export the notebook as a script")
+    made = migrate_script(source, script_versions(None))
+    told = Migrated(
+        path,
+        "python",
+        source.text,
+        made.text,
+        original=source.encode(),
+        version=1 if made.uses_fsdp1 else None,
+    )
+    if made.text is None:
+        why = f"cannot be migrated as it is: {'; '.join(made.blocked)}"
+        return replace(
+            told, refusal=why, help="change these lines by hand, and migrate again", notes=made.notes
+        )
+    notes = made.notes if made.uses_fsdp1 else ("the script does not use FSDP1",)
+    return replace(told, notes=notes, encoded=source.encode(made.text))
 
 
 def check_target(to: str) -> None:

@@ -69,25 +69,38 @@ class Spans:
         end = self.source.line_start(last + 1) if last < self.source.line_count else len(self.text)
         return first, end
 
-    def drop(self, item: ast.AST, items: Sequence[ast.AST]) -> Edit:
-        """Return the edit that removes one of several items that commas separate.
+    def drop(self, gone: Sequence[ast.AST], items: Sequence[ast.AST]) -> tuple[Edit, ...]:
+        """Return the edits that remove some of several items that commas separate.
 
-        An item with lines of its own takes them along, and a comment on them; else its comma goes with it.
+        Items with lines of their own take them along, and a comment on them; else a comma goes with each.
         """
-        start, end = self.start(item), self.end(item)
+        if all(self._is_alone(item) for item in gone):
+            return tuple(Edit(*self.line_span(item), "") for item in gone)
+        edits: list[Edit] = []
+        position = 0
+        while position < len(items):
+            first = position
+            while position < len(items) and items[position] in gone:
+                position += 1
+            if position == first:
+                position += 1
+            elif position < len(items):
+                edits.append(Edit(self.start(items[first]), self.start(items[position]), ""))
+            elif first:
+                edits.append(Edit(self.end(items[first - 1]), self.end(items[-1]), ""))
+            else:
+                end = self.end(items[-1])
+                after = self.text[end:]
+                comma = len(after) - len(after.lstrip()) + 1 if after.lstrip().startswith(",") else 0
+                edits.append(Edit(self.start(items[0]), end + comma, ""))
+        return tuple(edits)
+
+    def _is_alone(self, item: ast.AST) -> bool:
+        """Say whether an item, its comma and a comment have lines of their own."""
         first, last = self.line_span(item)
-        rest = self.text[end:last].lstrip()
-        alone = not self.text[first:start].strip() and rest.startswith(",")
-        if alone and (not rest[1:].strip() or rest[1:].lstrip().startswith("#")):
-            return Edit(first, last, "")
-        position = list(items).index(item)
-        if position + 1 < len(items):
-            return Edit(start, self.start(items[position + 1]), "")
-        if position:
-            return Edit(self.end(items[position - 1]), end, "")
-        after = self.text[end:]
-        comma = len(after) - len(after.lstrip()) + 1 if after.lstrip().startswith(",") else 0
-        return Edit(start, end + comma, "")
+        rest = self.text[self.end(item) : last].strip()
+        after = rest[1:].lstrip()
+        return not self.text[first : self.start(item)].strip() and rest[:1] == "," and after[:1] in ("", "#")
 
     def fix(self, change: Change) -> Fix | None:
         """Return the safe fix that makes a change, or None where the text does not allow it."""
@@ -97,7 +110,7 @@ class Spans:
                 return None
             if change.text is None:
                 arguments = ordered(change.call)
-                return Fix(True, f"remove {node.arg}", (self.drop(node, arguments),))
+                return Fix(True, f"remove {node.arg}", self.drop([node], arguments))
             if any(item.arg == change.text for item in change.call.keywords):
                 return None
             start = self.start(node)
