@@ -42,7 +42,7 @@ def command(
     """Train RECIPE with the processes, mesh and wrapping of the configuration."""
     from contextlib import ExitStack
 
-    from fsdptool.launch.start import open_run, run_folder
+    from fsdptool.launch.start import has_other_run, open_run, run_folder
 
     options = cast("StartOptions", given)
     if options["resume"] == "auto" and not (options["start_over"] or options["node_rank"]):
@@ -53,6 +53,8 @@ def command(
             ready = stack.enter_context(start)
         if dry_run:
             _print_dry_run(ready, format)
+            if has_other_run(ready.folder, options):
+                say(f"note: {ready.folder} already contains a run: add --resume auto to continue it")
             return 0
         return _run(ready, format)
 

@@ -6,6 +6,7 @@ It creates, continues or replaces the run folder, and keeps two runs from sharin
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -37,7 +38,9 @@ from fsdptool.runs.folder import (
     RUN,
     SUMMARY,
     RunInputs,
+    default_folder,
     environment,
+    is_run_folder,
     read_start,
     write_inputs,
     write_json,
@@ -128,6 +131,7 @@ def write_run(
     folder: Path,
     prepared: PreparedRun,
     *,
+    recipe: Path,
     resume: str | None,
     number: int,
     argv: Sequence[str],
@@ -139,7 +143,16 @@ def write_run(
     Raises:
         StorageError: The folder cannot be written; nothing that was there is lost unless ``force``.
     """
-    start = Start(prepared.world_size, prepared.device, resume, number, tuple(argv), launch_id, time.time())
+    start = Start(
+        prepared.world_size,
+        prepared.device,
+        resume,
+        number,
+        tuple(argv),
+        launch_id,
+        time.time(),
+        os.path.relpath(recipe, folder),
+    )
     inputs = RunInputs(
         folder,
         prepared.recipe,
@@ -295,8 +308,13 @@ class Conclusion:
 
 
 def run_folder(recipe: Path, output: str | Path | None) -> Path:
-    """Return the folder of a run: the requested one, or that of the recipe."""
-    return (Path("runs") / recipe.stem if output is None else Path(output)).absolute()
+    """Return the folder of a run: the requested one, or that of the recipe, by :func:`default_folder`."""
+    return default_folder(recipe, Path("runs")) if output is None else Path(output).absolute()
+
+
+def has_other_run(folder: Path, options: StartOptions) -> bool:
+    """Return whether the folder contains a run that the options neither continue nor replace."""
+    return not (options["resume"] or options["force"]) and is_run_folder(folder)
 
 
 def _check_folder(folder: Path, options: StartOptions) -> int:
@@ -332,7 +350,8 @@ def open_run(
     folder = run_folder(recipe, options["output"])
     first = not options["node_rank"]
     with handle_stop_signals("the run was started", "start it again with --resume auto") as stops:
-        if first:
+        # A dry run writes nothing: that the folder has a run already does not matter to it.
+        if first and not (dry_run and has_other_run(folder, options)):
             check_unlocked(folder)
             _check_folder(folder, options)
         prepared = prepare(
@@ -386,6 +405,7 @@ def open_run(
             write_run(
                 folder,
                 prepared,
+                recipe=recipe,
                 resume=options["resume"],
                 number=number,
                 argv=sys.argv,

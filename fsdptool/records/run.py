@@ -43,6 +43,8 @@ class Start:
         argv: The command line.
         launch_id: Launch ID, identical on all nodes and unique per launch; null on a single node.
         started: When, in seconds since 1970; null in folders of earlier versions.
+        recipe: The recipe that was given, relative to the run folder, so that both can move together; null in
+            folders of earlier versions.
     """
 
     world_size: Positive
@@ -52,6 +54,7 @@ class Start:
     argv: tuple[str, ...] = ()
     launch_id: str | None = None
     started: float | None = None
+    recipe: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,31 @@ def is_run_folder(folder: Path) -> bool:
     return isinstance(document, dict) and document.get("schema") == "run" and "inputs_digest" in document
 
 
+def default_folder(recipe: Path, root: Path) -> Path:
+    """Return the folder of a run whose recipe alone is given.
+
+    It is named like the recipe. A folder that contains another recipe's run is passed over: the names of the
+    folders above the recipe are put in front, one by one, until the folder is not in use.
+
+    Args:
+        recipe: The recipe (YAML).
+        root: Folder of the run folders.
+    """
+    names = recipe.absolute().with_suffix("").parts[1:]
+    folders = [(root / "-".join(names[-count:])).absolute() for count in range(1, len(names) + 1)]
+    return next((folder for folder in folders if not _is_others(folder, recipe)), folders[0])
+
+
+def _is_others(folder: Path, recipe: Path) -> bool:
+    if not is_run_folder(folder):
+        return False
+    with contextlib.suppress(ConfigError, OSError):
+        given = read_start(folder).recipe
+        # A recipe that was renamed since may be this one.
+        return given is not None and (folder / given).exists() and not (folder / given).samefile(recipe)
+    return False
+
+
 def read_prediction(folder: Path) -> Candidate | None:
     """Return what the plan said of this run, or None if nothing could be derived."""
     path = folder / PREDICTION

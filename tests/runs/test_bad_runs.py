@@ -15,6 +15,8 @@ from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError
 from fsdptool.launch.prepare import PreparedRun, prepare
 from fsdptool.launch.start import check_folder, lock_run
+from fsdptool.records.run import Start
+from fsdptool.runs.folder import default_folder, write_start
 
 
 @pytest.fixture
@@ -152,6 +154,45 @@ def test_a_run_is_never_overwritten_unasked(place: Work, capsys: pytest.CaptureF
     (place.folder / "run" / "run.json").write_text("{}")
     assert "already contains a run" in complain(place, capsys)
     assert "cannot be combined" in complain(place, capsys, "--resume", "auto", "--force")
+
+
+def test_recipes_of_one_name_have_folders_of_their_own(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    recipes = [project / name / "recipe.yaml" for name in ("small", "large")]
+    for path in recipes:
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    runs = project / "runs"
+
+    def folder_of(path: Path, root: Path = runs) -> str:
+        return default_folder(path, root).name
+
+    def start(folder: Path, path: Path) -> None:
+        folder.mkdir(parents=True)
+        write_start(folder, Start(1, "cpu", recipe=os.path.relpath(path, folder)), None)
+
+    small, large = recipes
+    assert folder_of(small) == folder_of(large) == "recipe"
+    start(runs / "recipe", small)
+    assert (folder_of(small), folder_of(large)) == ("recipe", "large-recipe")
+    start(runs / "large-recipe", large)
+    assert (folder_of(small), folder_of(large)) == ("recipe", "large-recipe")
+    moved = project.rename(tmp_path / "moved")
+    assert folder_of(moved / "large" / "recipe.yaml", moved / "runs") == "large-recipe", "it can be continued"
+    (moved / "small").rename(moved / "tiny")
+    assert folder_of(moved / "tiny" / "recipe.yaml", moved / "runs") == "recipe", "its recipe was renamed"
+
+
+def test_a_dry_run_does_not_mind_a_run_that_exists(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(place)
+    folder = place.folder / "run"
+    folder.mkdir()
+    write_start(folder, Start(2, "cpu"), None)
+    assert run([*place.arguments("run"), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"note: {folder} already contains a run: add --resume auto to continue it" in said.err
+    assert run([*place.arguments("run"), "--dry-run", "--resume", "auto"]) == 0
+    assert "note:" not in capsys.readouterr().err
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.CaptureFixture[str]) -> None:

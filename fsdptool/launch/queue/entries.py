@@ -32,7 +32,7 @@ from fsdptool.launch.queue.file import (
 )
 from fsdptool.launch.queue.needs import check_run_folder, find_needs, find_waits, options_of_another_start
 from fsdptool.records.queue import EntryState, Needs, QueueEntry, QueueReport, RunRequest
-from fsdptool.runs.folder import LOCK, RUN
+from fsdptool.runs.folder import LOCK, RUN, default_folder
 from fsdptool.runs.view import is_locked, lock_holder
 
 Direction = Literal["up", "down", "first", "last"]
@@ -72,7 +72,7 @@ class Queue:
         Args:
             recipe: The recipe.
             config: The accelerate YAML, or another dialect.
-            output: The run folder; None is ``runs/RECIPE``.
+            output: The run folder; None is ``runs/RECIPE``, or what ``runs.folder.default_folder`` returns.
             options: Further options of ``fsdptool train``, as they are typed.
             needs: What the run needs, as ``needs.find_needs`` returns it; None finds it now.
             visible: GPUs of the run as ``CUDA_VISIBLE_DEVICES`` names them, if the configuration does not.
@@ -84,7 +84,7 @@ class Queue:
                 not continue or replace, or an entry of the queue uses the folder.
             StorageError: The queue cannot be written.
         """
-        folder = (output or Path("runs") / recipe.stem).absolute()
+        folder = default_folder(recipe, Path("runs")) if output is None else output.absolute()
         if not recipe.is_file():
             raise ConfigError(f"{recipe} is not a file", help="check the path of the recipe")
         if needs is None:

@@ -26,7 +26,7 @@ from fsdptool.launch.queue.entries import Direction
 from fsdptool.records.codec import to_json
 from fsdptool.records.queue import QueueEntry, RunRequest
 from fsdptool.report.console.runs import needs_text, note_text
-from fsdptool.runs.folder import RUN
+from fsdptool.runs.folder import RUN, default_folder
 from fsdptool.web.forms import Field, parse_record, record_fields, with_error
 from fsdptool.web.page import Page, group_of, render, render_part, services
 from fsdptool.web.roots import Roots
@@ -205,7 +205,7 @@ def _place(roots: Roots, asked: RunRequest, name: str) -> str:
     if asked.output:
         return str(roots.resolve(asked.output, exists=False, parents=False))
     first = next(iter(roots.folders.values()))
-    return str(first / "runs" / Path(asked.recipe).stem)
+    return str(default_folder(roots.resolve(asked.recipe), first / "runs"))
 
 
 async def add(request: Request) -> Response:
