@@ -314,7 +314,8 @@ def run_folder(recipe: Path, output: str | Path | None) -> Path:
 
 def has_other_run(folder: Path, options: StartOptions) -> bool:
     """Return whether the folder contains a run that the options neither continue nor replace."""
-    return not (options["resume"] or options["force"]) and is_run_folder(folder)
+    chosen = options["resume"] or options["force"] or options["start_over"]
+    return not chosen and is_run_folder(folder)
 
 
 def _check_folder(folder: Path, options: StartOptions) -> int:
