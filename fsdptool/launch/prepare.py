@@ -46,6 +46,7 @@ class PreparedRun:
         diagnostics: Findings in the YAML that are not errors.
         notes: One line each for the person.
         files: The files as given, by their name in the run folder.
+        recipe_path: The recipe that was read.
         unchecked: What was left to the start of the run.
     """
 
@@ -62,6 +63,7 @@ class PreparedRun:
     diagnostics: tuple[Diagnostic, ...]
     notes: tuple[str, ...]
     files: Mapping[str, str]
+    recipe_path: Path
     unchecked: tuple[Unchecked, ...] = ()
 
 
@@ -159,6 +161,7 @@ def prepare(
             *notes,
         ),
         files=files,
+        recipe_path=recipe_path,
         unchecked=(
             *(("gpus",) if without_gpus else ()),
             *(() if with_prediction else ("memory",)),

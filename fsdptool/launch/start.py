@@ -131,7 +131,6 @@ def write_run(
     folder: Path,
     prepared: PreparedRun,
     *,
-    recipe: Path,
     resume: str | None,
     number: int,
     argv: Sequence[str],
@@ -151,7 +150,7 @@ def write_run(
         tuple(argv),
         launch_id,
         time.time(),
-        os.path.relpath(recipe, folder),
+        os.path.relpath(prepared.recipe_path, folder),
     )
     inputs = RunInputs(
         folder,
@@ -406,7 +405,6 @@ def open_run(
             write_run(
                 folder,
                 prepared,
-                recipe=recipe,
                 resume=options["resume"],
                 number=number,
                 argv=sys.argv,
