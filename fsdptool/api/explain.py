@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -14,6 +14,7 @@ from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading, explain_document
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.records.diagnostic import Diagnostic
+from fsdptool.scripts import SCRIPTS
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
@@ -52,21 +53,29 @@ def explain_one(
     target: str | None = None,
     dialect: str | None = None,
     environment: Mapping[str, str] | None = None,
+    words: Sequence[str] = (),
 ) -> Explained:
-    """Return one file, explained; arguments and errors as :func:`explain`."""
+    """Return one file, explained; arguments and errors as :func:`explain`.
+
+    ``words`` are the arguments that a script is started with.
+    """
     judged = dialect is None or dialect in load_registry().names
     form = dialect if judged else None
     reading = read_settings(source, dialect=form, consumer=consumer, target=target, environment=environment)
     if reading.source is None:
         return Explained(reading, None)
     try:
-        run = describe_run(reading.source, program=dialect)
+        run = describe_run(reading.source, program=dialect, words=words)
     except ConfigError as error:
         if reading.errors:
             return Explained(reading, None)
         message = error.message.removeprefix(f"{reading.path}: ")
         finding = Diagnostic("FSD109", "error", message, error.help, reading.path)
         return Explained(_with(reading, (finding, *reading.diagnostics)), None)
+    if run is not None and (reading.path or "").endswith(SCRIPTS):
+        from fsdptool.config.script_runs import script_settings
+
+        reading = replace(reading, effective=script_settings(reading.source, words))
     if run is not None and reading.dialect is None:
         reading = _with(reading, tuple(_as_note(item, run.program) for item in reading.diagnostics))
     return Explained(reading, run)

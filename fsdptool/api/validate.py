@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 from fsdptool.config.dialects import known_programs
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
-from fsdptool.config.reader import SCRIPTS, judged_or_failed
+from fsdptool.config.reader import judged_or_failed
 from fsdptool.config.result import Conditions, Reading, Verdict
 from fsdptool.config.rules import RULES
 from fsdptool.config.rules.model import Hardware, Need
@@ -33,6 +33,7 @@ from fsdptool.options import (
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
 from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
+from fsdptool.scripts import SCRIPTS
 from fsdptool.scripts.judge import mentions_fsdp
 from fsdptool.spelling import suggest_keywords
 

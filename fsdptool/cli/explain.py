@@ -19,7 +19,7 @@ def command(
     file: Annotated[
         Path,
         typer.Argument(
-            help="The configuration file; - reads standard input. A command line stands after --."
+            help="The configuration file or script; - reads standard input. A command line stands after --."
         ),
     ],
     consumer: Annotated[
@@ -38,11 +38,19 @@ def command(
     from fsdptool.config.described import describe_command
     from fsdptool.report.console.findings import render_explanation
     from fsdptool.report.console.tables import terminal_width
+    from fsdptool.scripts import SCRIPTS
 
     environment = {} if no_environment else {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
-    source = describe_command([str(file), *context.args])[0] if context.args else read_input(file)
+    words = context.args if str(file).endswith(SCRIPTS) else ()
+    line = context.args and not words
+    source = describe_command([str(file), *context.args])[0] if line else read_input(file)
     explained = explain_one(
-        source or file, dialect=dialect, consumer=consumer, target=target, environment=environment
+        source or file,
+        dialect=dialect,
+        consumer=consumer,
+        target=target,
+        environment=environment,
+        words=words,
     )
     if format is Format.JSON:
         print_document(explained.document())

@@ -23,8 +23,10 @@ from fsdptool.cli.options import (
 )
 from fsdptool.errors import ExitCode
 from fsdptool.planning.options import Options, declared
+from fsdptool.scripts import SCRIPTS
 
 if TYPE_CHECKING:
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.plan import Plan
 
 _ANSWER = "Answer"
@@ -89,6 +91,8 @@ def command(
 
       fsdptool plan --gpu A100-80GB-SXM --gpus 4 -- trl sft --model_name_or_path Qwen/Qwen3-8B
 
+      fsdptool plan train.py --gpu A100-80GB-SXM --gpus 4 -- --batch-size 2
+
       fsdptool plan --recipe recipe.yaml --config accelerate.yaml --profile cpu-gloo
 
       fsdptool plan llama3:8b --gpu H100-80GB-SXM --gpus 8 --sweep seq-len=4096,8192,16384 -o sweep.svg
@@ -116,11 +120,7 @@ def command(
     options = {n: v for n, v in options.items() if v is not None and n not in off}
     if options.get("overrides"):
         options["overrides"] = override_values(options["overrides"])
-    described = None
-    if context.args:
-        from fsdptool.config.described import describe_command
-
-        described = describe_command([options.pop("reference"), *context.args])[1]
+    described = _described(options, context.args) if context.args else None
     if values and described is None:
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
     if values:
@@ -131,6 +131,15 @@ def command(
     repeated = repeated_command(context) if described is None else None
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
     return int(exit_code(plan))
+
+
+def _described(options: dict[str, Any], words: list[str]) -> DescribedRun:
+    """Return the run of a script with its arguments, or of a command line, whose first word is an option."""
+    from fsdptool.config.described import describe_command
+    from fsdptool.planning.file_run import read_file_run
+
+    script = read_file_run(options["reference"], words) if options["reference"].endswith(SCRIPTS) else None
+    return script or describe_command([options.pop("reference"), *words])[1]
 
 
 def exit_code(plan: Plan) -> ExitCode:

@@ -22,6 +22,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
+from fsdptool.scripts import SCRIPTS
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 from fsdptool.spelling import integer
 
@@ -41,18 +42,28 @@ _NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)
 
 
 def describe_run(
-    source: SourceText, *, program: str | None = None, files: NamedFiles | None = None
+    source: SourceText,
+    *,
+    program: str | None = None,
+    files: NamedFiles | None = None,
+    words: Sequence[str] = (),
 ) -> DescribedRun | None:
     """Return the run that a text describes; None where no program's file is recognised.
 
     Args:
-        source: A file, or the text of a command line.
+        source: A file, a training script, or the text of a command line.
         program: Name of the program; None recognises it by the content.
         files: Where the files that the text names are looked for.
+        words: Arguments that a script is started with.
 
     Raises:
         ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
     """
+    if (source.path or "").endswith(SCRIPTS):
+        from fsdptool.config.script_runs import describe_script
+
+        run = describe_script(source, words)
+        return _with_family(run) if run is not None else None
     return describe_written(source, program=program, files=files)[0]
 
 
@@ -89,13 +100,18 @@ def describe_written(
     run = replace(run, keys=replace(run.keys, not_modelled=tuple(_with_facts(run, reader, file))))
     if run.fsdp == "none" and may_shard(file.launch.unread):
         run = replace(run, fsdp=None, cpu_offload=None)
+    return _with_family(run), file.data
+
+
+def _with_family(run: DescribedRun) -> DescribedRun:
+    """Return the run with the size of the catalogue that its model's name stands for."""
     if run.model is None or run.family is not None:
-        return run, file.data
+        return run
     family, note = family_of_name(run.model)
     run = replace(run, family=family, notes=(*run.notes, note) if note else run.notes)
     if (family or "").partition(":")[0] in STORED_IN_FP32:
         run = _as_published(run)
-    return run, file.data
+    return run
 
 
 def _with_facts(run: DescribedRun, reader: RunFormat, file: RunFile) -> Iterator[UnmodelledKey]:
@@ -437,7 +453,11 @@ def _mesh(block: Any) -> DescribedMesh | None:
 
 
 def describe_path(
-    path: str | Path, *, program: str | None = None, files: NamedFiles | None = None
+    path: str | Path,
+    *,
+    program: str | None = None,
+    files: NamedFiles | None = None,
+    words: Sequence[str] = (),
 ) -> DescribedRun | None:
     """Return the run of a file, as :func:`describe_run`.
 
@@ -450,7 +470,7 @@ def describe_path(
         source = read_source(path)
     except UnreadableError as error:
         raise ConfigError(f"{path}: {error.message}") from error
-    return describe_run(source, program=program, files=files)
+    return describe_run(source, program=program, files=files, words=words)
 
 
 def describe_command(words: Sequence[str]) -> tuple[SourceText, DescribedRun]:

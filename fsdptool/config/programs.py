@@ -109,6 +109,15 @@ RUN_LOOPS: Mapping[str, ProgramLoop] = {
         source="nemo_automodel 0.2 components/distributed/fsdp2.py",
         not_planned=("fused_loss",),
     ),
+    "torch": ProgramLoop(
+        layout="native",
+        gradients="sharded",
+        loss="whole",
+        loss_in_forward=True,
+        outside_in_root=True,
+        source="torch 2.13 distributed/fsdp/_fully_shard (a script that calls fully_shard or FSDP itself)",
+        not_planned=("outputs",),
+    ),
 }
 """Loops of programs whose files say more than how a model is sharded, and that no dialect of that reads."""
 

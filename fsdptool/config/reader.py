@@ -30,6 +30,7 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, ParseError, duplicates, walk
 from fsdptool.records.diagnostic import Diagnostic, Edit, EffectiveSetting, apply_edits
+from fsdptool.scripts import SCRIPTS
 
 if TYPE_CHECKING:
     from fsdptool.config.command_lines import Line, NamedFiles
@@ -153,10 +154,6 @@ def _read(
 
     first, *others = (judged(line.document, line) for line in read_lines(source, conditions.files))
     return _together(first, others)
-
-
-SCRIPTS = (".py", ".ipynb")
-"""Endings of the files that are read as training scripts."""
 
 
 def _read_script(path_or_text: str | Path | SourceText, path: str, conditions: Conditions) -> Reading:

@@ -42,9 +42,12 @@ from fsdptool.records.recipe import (
     Sharding,
 )
 from fsdptool.records.sharding import FsdpSettings, Precision
+from fsdptool.scripts import SCRIPTS
+from fsdptool.source.references import IMPORT_FLAG, is_import
 
 _FILES = frozenset({
     ".yaml", ".yml", ".json", ".toml", ".env", ".sh", ".bash", ".slurm", ".sbatch", ".txt", ".args", ".cfg",
+    *SCRIPTS,
 })  # fmt: skip
 _MODEL_FILES = frozenset({"config.json", "model_index.json", "adapter_config.json"})
 
@@ -114,8 +117,12 @@ class FileRun:
     limits: tuple[PlanLimit, ...]
 
 
-def read_file_run(reference: str) -> DescribedRun | None:
+def read_file_run(reference: str, words: Sequence[str] = ()) -> DescribedRun | None:
     """Return the run that a reference names as a file of some program; None where it is a model.
+
+    Args:
+        reference: As it is given.
+        words: Arguments that a script is started with.
 
     Raises:
         ConfigError: The file cannot be read or parsed, or two programs claim it.
@@ -126,7 +133,12 @@ def read_file_run(reference: str) -> DescribedRun | None:
     path = Path(reference).expanduser()
     if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not is_file(path):
         return None
-    run = describe_path(path)
+    run = describe_path(path, words=words)
+    if run is None and path.suffix.lower() in SCRIPTS:
+        raise PlanError(
+            f"{reference} starts no training run that is known here",
+            help="name the script that makes the Trainer or shards the model, not a module of it",
+        )
     if run is None and path.suffix.lower() != ".json":  # models are JSON
         raise PlanError(
             f"{reference} is neither a model nor a training file of a program that is known here",
@@ -162,6 +174,7 @@ def file_run(
     *,
     cpu: bool = False,
     decided: Collection[str] = (),
+    trusted: bool = False,
 ) -> FileRun:
     """Return a described run as inputs of a plan.
 
@@ -172,6 +185,7 @@ def file_run(
         ranks: Ranks that the plan is for.
         cpu: Whether they are CPU processes.
         decided: Names of the options that override the file.
+        trusted: Whether code that the file names as its model may be imported.
 
     Raises:
         PlanError: The model is not known.
@@ -181,7 +195,7 @@ def file_run(
         for key in run.keys.not_modelled
         if key.changes == "memory" and not _is_decided(key, run, decided)
     ]
-    choice = ModelChoice(_model(run, model, where))
+    choice = ModelChoice(_model(run, model, where, trusted), trust_remote_code=trusted)
     run = _with_dtype_of_checkpoint(run, choice)
     choice = replace(choice, **_model_settings(run))
     recipe = Recipe(
@@ -243,15 +257,22 @@ def bound_of(limits: Iterable[PlanLimit]) -> Bound:
     return "upper" if sides == {"less"} else "lower" if sides == {"more"} else "open"
 
 
-def _model(run: DescribedRun, model: str | None, where: str) -> str:
+def _model(run: DescribedRun, model: str | None, where: str, trusted: bool) -> str:
     known = model or run.family
     if known is None and run.model is not None and Path(run.model).expanduser().exists():
+        known = run.model
+    if known is None and trusted and run.model is not None and ":" in run.model:
         known = run.model
     if known is not None:
         return known
     if run.model is None:
         why = next((f": {item}" for item in run.unresolved), "")
         raise PlanError(f"{where} names no model{why}", help="name it: --model REFERENCE")
+    if is_import(run.model):
+        raise PlanError(
+            f"{where} trains {run.model}, a class of its own, which is imported only on request",
+            help=f"read the script, then give {IMPORT_FLAG}; or name a model of its sizes: --model MODEL",
+        )
     raise PlanError(
         f"{where} trains {run.model}, whose sizes are not known here",
         help="give its configuration: --model path/to/config.json, or a size of fsdptool families",

@@ -159,7 +159,10 @@ def _from_file(
             )
     cpu = (options.get("profile") or "cuda") != "cuda"
     ranks = _ranks(options, run, reference)
-    made = file_run(run, options.get("model"), reference, ranks, cpu=cpu, decided=options.keys())
+    trusted = options.get("trust_remote_code", False)
+    made = file_run(
+        run, options.get("model"), reference, ranks, cpu=cpu, decided=options.keys(), trusted=trusted
+    )
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
     return run, cast("Options", merged), made.limits

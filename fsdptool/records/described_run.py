@@ -71,12 +71,18 @@ class FileKeys:
         no_effect: Keys that change neither memory nor speed, or that the program itself does not read.
         not_modelled: Keys that change the run in a way that no plan takes into account.
         learning: Those of the keys above that :attr:`DescribedRun.learning` holds.
+        lines: Line of each key, where a script describes the run; empty for other files.
     """
 
     used: tuple[str, ...] = ()
     no_effect: tuple[str, ...] = ()
     not_modelled: tuple[UnmodelledKey, ...] = ()
     learning: tuple[str, ...] = ()
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def placed(self, key: str) -> str:
+        """Return a key with its line, where that is known."""
+        return f"{key} on line {self.lines[key]}" if key in self.lines else key
 
 
 @dataclass(frozen=True, slots=True)

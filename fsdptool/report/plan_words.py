@@ -318,7 +318,7 @@ def described(plan: Plan) -> list[str]:
         f"used {len(keys.used)} keys; {inert} {'has' if inert == 1 else 'have'} no effect on memory or speed"
     )
     if keys.not_modelled:
-        named = ", ".join(f"{item.key} (changes {item.changes})" for item in keys.not_modelled)
+        named = ", ".join(f"{keys.placed(item.key)} (changes {item.changes})" for item in keys.not_modelled)
         counted += f"; cannot model {len(keys.not_modelled)}: {named}"
     lines.append(counted)
     if run.defaults:

@@ -31,7 +31,8 @@ _MAIN = frozenset({
     "is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero", "is_main",
     "is_master", "is_rank_zero", "is_rank_0", "is_rank0", "master_process", "main_process", "is_main_rank",
 })  # fmt: skip
-_OF_ENVIRONMENT = {"RANK": "rank", "LOCAL_RANK": "rank", "SLURM_PROCID": "rank", "WORLD_SIZE": "world"}
+OF_ENVIRONMENT = {"RANK": "rank", "LOCAL_RANK": "rank", "SLURM_PROCID": "rank", "WORLD_SIZE": "world"}
+"""Variables of a launcher, and what they hold."""
 ITSELF = frozenset({
     "to", "cuda", "cpu", "train", "eval", "half", "bfloat16", "float", "double", "requires_grad_", "to_empty",
     "apply", "type", "share_memory", "get_base_model",
@@ -516,7 +517,7 @@ class Calls(ScriptState, ABC):
     def _environment(self, key: Value, node: ast.AST) -> Value:
         name = key.value if isinstance(key, Const) else None
         self.emit("environment read", str(name), node)
-        tag = _OF_ENVIRONMENT.get(str(name))
+        tag = OF_ENVIRONMENT.get(str(name))
         return Thing("variable", label=str(name), node=node, tags=frozenset({tag} if tag else ()))
 
     def _environment_method(self, name: str, args: Sequence[Value], node: ast.Call) -> Value:

@@ -123,7 +123,7 @@ class Expressions(Calls):
         if isinstance(left, Const) and isinstance(right, Const):
             folded = _folded(node.op, left.value, right.value)
             if folded is not None:
-                return Const(folded)
+                return Const(folded, sources=(*left.sources, *right.sources))
         if isinstance(node.op, ast.Mod) and isinstance(left, Const) and isinstance(left.value, str):
             return Thing("text", node=node, sources=(right,), tags=_tags((right,)))
         return Thing(

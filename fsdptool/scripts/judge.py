@@ -52,13 +52,10 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
 
     A script that takes too many steps to follow has no findings: what would be reported might not be certain.
     """
-    notebook = read_notebook(source.text) if (source.path or "").endswith(".ipynb") else None
-    if notebook is None and (source.path or "").endswith(".ipynb"):
-        return Judged(refusal=("the file is not a notebook of nbformat 4", 1, 1))
-    text = source.text if notebook is None else notebook.text
-    tree = parsed(text)
+    tree, notebook = parsed_script(source)
     if not isinstance(tree, ast.Module):
         return Judged(refusal=tree)
+    text = source.text if notebook is None else notebook.text
     try:
         found = _findings(tree, versions, () if notebook is None else notebook.places)
     except (TooLongError, RecursionError):
@@ -88,6 +85,16 @@ def _in_cell(item: Diagnostic, notebook: Notebook) -> Diagnostic:
     cell, line, of_file = notebook.places[(item.line or 1) - 1]
     message = f"cell {cell}, line {line}: {item.message}"
     return replace(item, message=message, line=of_file, column=None, end_line=None, end_column=None)
+
+
+def parsed_script(source: SourceText) -> tuple[ast.Module | tuple[str, int, int], Notebook | None]:
+    """Return the tree of a script or of a notebook's code, or why there is none, and the notebook."""
+    if not (source.path or "").endswith(".ipynb"):
+        return parsed(source.text), None
+    notebook = read_notebook(source.text)
+    if notebook is None:
+        return ("the file is not a notebook of nbformat 4", 1, 1), None
+    return parsed(notebook.text), notebook
 
 
 def parsed(text: str) -> ast.Module | tuple[str, int, int]:

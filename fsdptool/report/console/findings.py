@@ -175,7 +175,7 @@ def render_explanation(reading: Reading, run: DescribedRun | None = None, *, wid
         lines.append(f"FSDP version {reading.version} runs")
     elif any(item.code == "FSD116" for item in reading.diagnostics):
         lines.append("Whether FSDP runs is not known: a file was not read")
-    elif reading.dialect is not None:
+    elif reading.dialect not in (None, "python"):
         lines.append("FSDP does not run")
     if reading.effective:
         lines.append("")
@@ -214,7 +214,7 @@ def _described(run: DescribedRun, width: int | None) -> list[str]:
     facts["mesh"] = (
         " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)) or None
     )
-    rows = [(name, printable(shown(value))) for name, value in facts.items() if value not in (None, ())]
+    rows = [(name, printable(shown(value))) for name, value in facts.items() if value not in (None, (), {})]
     cells = [("fact", "value"), *rows]
     lines.extend(f"  {line.text}" for line in layout_table(cells, width=_room(width)))
     lines.append(keys_line(run))
@@ -231,7 +231,7 @@ def keys_line(run: DescribedRun) -> str:
     keys = run.keys
     line = f"used {len(keys.used)} keys; {len(keys.no_effect)} change neither memory nor speed"
     if keys.not_modelled:
-        named = ", ".join(f"{item.key} ({_CHANGES[item.changes]})" for item in keys.not_modelled)
+        named = ", ".join(f"{keys.placed(item.key)} ({_CHANGES[item.changes]})" for item in keys.not_modelled)
         line += f"; cannot model {len(keys.not_modelled)}: {named}"
     return line
 

@@ -1,0 +1,489 @@
+"""A script as it runs when it is started with certain arguments: defaults count where nobody says otherwise.
+
+The rules on scripts never use this: a default is not what certainly happens. A value that an argument decides
+has an ``option`` among its sources, whose label says which.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdptool.scripts.calls import OF_ENVIRONMENT
+from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.names import short
+from fsdptool.scripts.values import (
+    Choice,
+    Class,
+    Const,
+    Function,
+    Items,
+    Library,
+    Table,
+    Thing,
+    Value,
+    constant,
+    is_constant,
+    made_by,
+)
+
+_PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
+_DATA_PARSERS = ("HfArgumentParser", "TrlParser")
+_TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
+
+
+def default_of(value: object, label: str, node: ast.AST | None) -> Const:
+    """Return a constant that counts where nobody gives another value."""
+    return given_by(value, f"default of {label}", node)
+
+
+def given_by(value: object, label: str, node: ast.AST | None) -> Const:
+    """Return a constant that an argument is."""
+    return Const(value, sources=(Thing("option", label=label, node=node),))
+
+
+class RunInterpreter(Interpreter):
+    """Follows a script with the arguments that it is started with.
+
+    Args:
+        tree: The script.
+        words: Its arguments.
+    """
+
+    def __init__(self, tree: ast.Module, words: Sequence[str] = ()) -> None:
+        super().__init__(tree)
+        self._words = words
+        self._flags, self._positional = _flags(words)
+        self._used: set[str] = set()
+        self._declares = False
+        self._evaluating: set[int] = set()
+        self._held: dict[str, list[tuple[Value, ast.AST | None]]] = {}
+
+    def unknown_flags(self) -> set[str]:
+        """Return the flags that no parser declares; none where no parser is known."""
+        return set(self._flags) - self._used if self._declares else set()
+
+    def named(self, name: str) -> list[tuple[Value, ast.AST | None]]:
+        """Return the values that names, fields and arguments of this name held."""
+        return self._held.get(name, [])
+
+    def _hold(self, name: object, value: Value, node: ast.AST | None) -> None:
+        if isinstance(name, str):
+            options = [
+                item.node for item in value.sources if isinstance(item, Thing) and item.kind == "option"
+            ]
+            self._held.setdefault(name.lower(), []).append((value, options[0] if options else node))
+
+    def store(self, where: dict[Any, Value], key: Any, value: Value) -> None:
+        """Bind a name or an attribute."""
+        if any(isinstance(item, Thing) and item.kind == "option" for item in value.sources):
+            self._hold(key, value, None)
+        super().store(where, key, value)
+
+    def assign(self, target: ast.AST, value: Value) -> None:
+        """Bind a target to a value."""
+        if isinstance(target, ast.Name):
+            self._hold(target.id, value, target)
+        super().assign(target, value)
+
+    def _bound(
+        self, function: Function, args: Sequence[Value], keywords: Mapping[str, Value], partly: bool
+    ) -> dict[str, Value]:
+        names = super()._bound(function, args, keywords, partly)
+        for name, value in names.items():
+            if isinstance(value, Const):
+                self._hold(name, value, function.node)
+        return names
+
+    # Parsers of command lines
+
+    def _result(
+        self, receiver: Value, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.Call
+    ) -> Value:
+        parser = made_by(receiver, *_PARSERS)
+        if parser is not None:
+            if name in ("add_argument_group", "add_mutually_exclusive_group"):
+                return parser
+            if name == "add_argument":
+                self._declare(parser, args, keywords, node)
+                return Const(None)
+            if name == "set_defaults":
+                for key, value in keywords.items():
+                    self.store(parser.parts, ("default", key), value)
+                return Const(None)
+            if name in ("parse_args", "parse_known_args"):
+                self._declares = self._declares or name == "parse_args"
+                made = self._namespace(parser)
+                return made if name == "parse_args" else Items([made, Items([])])
+        parser = made_by(receiver, *_DATA_PARSERS)
+        if parser is not None and name in ("parse_args_into_dataclasses", "parse_args_and_config"):
+            given = parser.args[0] if parser.args else parser.keywords.get("dataclass_types")
+            kinds = given.values if isinstance(given, Items) else [given]
+            own = {name for kind in kinds if isinstance(kind, Class) for name, _ in self._fields(kind)}
+            return Items([self._filled(kind, node, own) for kind in kinds if kind is not None])
+        if name == "map" and args and isinstance(args[0], Function):  # of a data set: how samples are made
+            self.enter(args[0], (Thing("parameter", label="sample", node=node),), {}, node, partly=True)
+        if name in ("lower", "upper", "strip") and not args and isinstance(constant(receiver), str):
+            return Const(getattr(constant(receiver), name)(), sources=receiver.sources)
+        return super()._result(receiver, name, args, keywords, node)
+
+    def _declare(
+        self, parser: Thing, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST
+    ) -> None:
+        """Keep what ``add_argument`` says."""
+        names = [item.value for item in args if isinstance(item, Const) and isinstance(item.value, str)]
+        if not names:
+            return
+        long = next((name for name in names if name.startswith("--")), names[0])
+        named = keywords.get("dest")
+        word = named.value if isinstance(named, Const) else long.lstrip("-").replace("-", "_")
+        declared = Thing("declared", label=long, node=node, args=tuple(args), keywords=keywords)
+        self.store(parser.parts, ("argument", str(word)), declared)
+
+    def _namespace(self, parser: Thing) -> Thing:
+        made = Thing("arguments", label="args", node=parser.node)
+        positional = list(self._positional)
+        for key, declared in list(parser.parts.items()):
+            if isinstance(key, tuple) and key[0] == "argument" and isinstance(declared, Thing):
+                default = parser.parts.get(("default", key[1]))
+                self.store(made.parts, key[1], self._argument(str(key[1]), declared, default, positional))
+        return made
+
+    def _argument(self, name: str, declared: Thing, default: Value | None, positional: list[str]) -> Value:
+        """Return what an argument is: as it is given, or its default."""
+        keywords, label = declared.keywords, declared.label
+        action = constant(keywords.get("action"))
+        names = {
+            str(item.value).lstrip("-").replace("-", "_") for item in declared.args if isinstance(item, Const)
+        }
+        given = next((self._flags[item] for item in names if item in self._flags), None)
+        self._used.update(names)
+        if not label.startswith("-"):
+            given = positional.pop(0) if positional else None
+        if given is None and f"no_{name}" in self._flags and isinstance(keywords.get("action"), Library):
+            self._used.add(f"no_{name}")
+            return given_by(False, label, declared.node)
+        if action in ("store_true", "store_false"):
+            mark = default_of if given is None else given_by
+            return mark((action == "store_true") == (given is not None), label, declared.node)
+        if given is not None:
+            several = isinstance(given, list) or keywords.get("nargs") is not None
+            words = given if isinstance(given, list) else [given]
+            values = [self._converted(word, keywords.get("type")) for word in words]
+            if several and constant(keywords.get("nargs")) != "?":
+                return Items([given_by(value, label, declared.node) for value in values])
+            return given_by(values[0], label, declared.node)
+        default = keywords.get("default") or default
+        if default is None or is_constant(default, None):
+            if is_constant(keywords.get("required"), True) or not label.startswith("-"):
+                return Thing("missing", label=label, node=declared.node)
+            return default_of(None, label, declared.node)
+        if isinstance(default, Const):
+            text = isinstance(default.value, str)
+            value = self._converted(default.value, keywords.get("type")) if text else default.value
+            return default_of(value, label, declared.node)
+        return default
+
+    def _converted(self, word: object, kind: Value | None) -> object:
+        if not isinstance(word, str):
+            return word
+        name = kind.name.rpartition(".")[2] if isinstance(kind, Library) else ""
+        try:
+            if name == "int":
+                return int(word)
+            if name == "float":
+                return float(word)
+        except ValueError:
+            return word
+        truth = isinstance(kind, Function) or name in ("bool", "strtobool", "string_to_bool")
+        return word.lower() in _TRUE if truth and word.lower() in (*_TRUE, *_FALSE) else word
+
+    def _filled(self, kind: Value, node: ast.AST, own: Collection[str] = ()) -> Value:
+        """Return an object whose fields are arguments: as they are given, or their defaults.
+
+        ``own`` are the fields of classes of the script; classes of libraries take the others.
+        """
+        if isinstance(kind, Class):
+            given: dict[str, Value] = {}
+            for field, declared in self._fields(kind):
+                if field in self._flags:
+                    self._used.add(field)
+                    word = self._flags[field]
+                    value = [
+                        _guessed(item, declared) for item in (word if isinstance(word, list) else [word])
+                    ]
+                    given[field] = given_by(value[0] if len(value) == 1 else value, f"--{field}", declared)
+            if kind.library_bases:  # a library's class has the fields that the script does not list
+                for name in self._flags.keys() - {*own, *given}:
+                    self._used.add(name)
+                    given[name] = given_by(_typed(self._flags[name]), f"--{name}", node)
+            return self.call(kind, (), given, {}, False, node)
+        if isinstance(kind, Library):
+            keywords: dict[str, Value] = {}
+            for name in self._flags.keys() - own:
+                self._used.add(name)
+                keywords[name] = given_by(_typed(self._flags[name]), f"--{name}", node)
+            made = self.call(kind, (), keywords, dict.fromkeys(keywords, node), False, node)
+            if isinstance(made, Thing):
+                for name, item in keywords.items():
+                    self.store(made.parts, name, item)
+            return made
+        return Thing("unknown", node=node)
+
+    # Classes that hold settings
+
+    def _fields(self, made: Class) -> Iterator[tuple[str, ast.AST]]:
+        """Yield the fields of a class and of those that it inherits from, the first ones first."""
+        for owner in reversed(list(made.line())):
+            for item in owner.node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    yield item.target.id, item
+
+    def _of_class(self, made: Class, name: str) -> Value | None:
+        """Return what the body of a class assigns to a name."""
+        for owner in made.line():
+            for item in reversed(owner.node.body):
+                targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+                if not isinstance(item, ast.Assign | ast.AnnAssign) or item.value is None:
+                    continue
+                if not any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    continue
+                if id(item) in self._evaluating:
+                    return None
+                self._evaluating.add(id(item))
+                outer, self.scope = self.scope, owner.scope
+                try:
+                    return self._default(self.value(item.value), name, item)
+                finally:
+                    self.scope = outer
+                    self._evaluating.discard(id(item))
+        return None
+
+    def _default(self, value: Value, name: str, node: ast.AST) -> Value:
+        field = made_by(value, "dataclasses.field", "pydantic.Field")
+        if field is not None:
+            factory = field.keywords.get("default_factory")
+            if isinstance(factory, Function):
+                value = self.enter(factory, (), {}, node)
+            elif isinstance(factory, Class):
+                value = self.call(factory, (), {}, {}, False, node)
+            elif "default" in field.keywords:
+                value = field.keywords["default"]
+            else:
+                return Thing("missing", label=name, node=node)
+        return default_of(value.value, name, node) if isinstance(value, Const) else value
+
+    def item(self, whole: Value, index: Value, node: ast.AST) -> Value:
+        """Return an item of a value; those of ``sys.argv`` are the arguments."""
+        number = constant(index)
+        if isinstance(whole, Library) and whole.name == "sys.argv" and type(number) is int and number > 0:
+            if number <= len(self._words):
+                return given_by(self._words[number - 1], f"argument {number}", node)
+            return Thing("missing", label=f"argument {number}", node=node)
+        return super().item(whole, index, node)
+
+    def attribute(self, value: Value, name: str, node: ast.AST) -> Value:
+        """Return an attribute of a value; what the body of a class assigns is one of its objects."""
+        owner = value if isinstance(value, Class) else value.owner if isinstance(value, Thing) else None
+        if owner is not None and owner.lookup(name) is None:
+            known = value.parts if isinstance(value, Thing) else {}
+            found = self._of_class(owner, name) if name not in known else None
+            if found is not None:
+                if isinstance(value, Thing):
+                    self.store(value.parts, name, found)
+                return found
+        return super().attribute(value, name, node)
+
+    def _make(
+        self, made: Class, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST, partly: bool
+    ) -> Value:
+        base = next((short(name) for name in made.library_bases if short(name).endswith("Arguments")), None)
+        thing = super()._make(made, args, keywords, node, partly)
+        if made.lookup("__init__") is None and isinstance(thing, Thing):
+            for (field, _), value in zip(self._fields(made), args, strict=False):
+                self.store(thing.parts, field, value)
+        if base is not None and isinstance(thing, Thing):
+            fields = {name: self.attribute(thing, name, node) for name, _ in self._fields(made)}
+            thing.kind, thing.keywords = base, {**fields, **keywords}
+            self.emit(
+                "call", base, node, args=args, keywords=thing.keywords,
+                places=dict.fromkeys(thing.keywords, node), partly=partly, result=thing,
+            )  # fmt: skip
+        return thing
+
+    # Functions of libraries
+
+    def _made(
+        self,
+        name: str,
+        function: Library,
+        args: Sequence[Value],
+        keywords: Mapping[str, Value],
+        node: ast.AST,
+    ) -> Value:
+        first = args[0] if args else None
+        if name == "os.getenv" and first is not None:
+            return self._variable(first, args[1] if len(args) > 1 else keywords.get("default"), node)
+        if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
+            try:
+                kind = {"int": int, "float": float, "str": str}[name.rpartition(".")[2]]
+                return Const(kind(first.value), sources=first.sources)
+            except (TypeError, ValueError, OverflowError):
+                return super()._made(name, function, args, keywords, node)
+        if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
+            return Const(len(self._words) + 1)
+        if name == "torch.cuda.is_bf16_supported":
+            return Const(True)
+        if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
+            return self._cli(first, node)
+        return super()._made(name, function, args, keywords, node)
+
+    def _cli(self, function: Value, node: ast.AST) -> Value:
+        """Return what a function yields whose parameters are the arguments."""
+        if isinstance(function, Class):
+            return self._filled(function, node)
+        if not isinstance(function, Function):
+            return Thing("unknown", node=node)
+        form = function.node.args
+        names = {item.arg for item in (*form.posonlyargs, *form.args, *form.kwonlyargs)}
+        given: dict[str, Value] = {
+            name: given_by(_typed(word), f"--{name}", node)
+            for name, word in self._flags.items()
+            if name in names
+        }
+        self._used.update(given)
+        return self.enter(function, (), given, node)
+
+    def _environment_method(self, name: str, args: Sequence[Value], node: ast.Call) -> Value:
+        if name in ("get", "pop", "setdefault") and args:
+            return self._variable(args[0], args[1] if len(args) > 1 else None, node)
+        return super()._environment_method(name, args, node)
+
+    def _variable(self, key: Value, default: Value | None, node: ast.AST) -> Value:
+        name = key.value if isinstance(key, Const) else None
+        if isinstance(default, Const) and default.value is not None and str(name) not in OF_ENVIRONMENT:
+            return default_of(default.value, f"${name}", node)
+        return self._environment(key, node)
+
+    # Expressions
+
+    def _joinedstr(self, node: ast.JoinedStr) -> Value:
+        made = super()._joinedstr(node)
+        parts = [part for part in node.values if isinstance(part, ast.FormattedValue)]
+        values = made.sources
+        if any(part.format_spec is not None for part in parts) or not all(
+            isinstance(value, Const) for value in values
+        ):
+            return made
+        held = iter(value.value for value in values if isinstance(value, Const))
+        words = [part.value if isinstance(part, ast.Constant) else next(held) for part in node.values]
+        sources = tuple(source for value in values for source in value.sources)
+        return Const("".join(map(str, words)), sources=sources)
+
+    def _binop(self, node: ast.BinOp) -> Value:
+        made = super()._binop(node)
+        if isinstance(made, Thing) and made.kind == "binary":
+            left, right = made.args
+            if isinstance(left, Const) and isinstance(right, Const):
+                found = _folded(node.op, left.value, right.value)
+                if found is not None:
+                    return Const(found, sources=(*left.sources, *right.sources))
+        return made
+
+    def _compare(self, node: ast.Compare) -> Value:
+        made = super()._compare(node)
+        if isinstance(made, Thing) and len(node.ops) == 1 and len(made.args) == 2:
+            known = _compared(node.ops[0], *made.args)
+            if known is not None:
+                return Const(known)
+        return made
+
+    def truth(self, value: Value) -> bool | None:
+        """Return whether a value is true, or None; a dictionary is true where it holds something."""
+        if isinstance(value, Table) and value.whole:
+            return bool(value.items)
+        if isinstance(value, Thing) and value.kind.endswith("Config"):
+            return True
+        if isinstance(value, Choice):
+            known = {self.truth(item) for item in value.options}
+            return known.pop() if len(known) == 1 else None
+        return super().truth(value)
+
+
+def _flags(words: Sequence[str]) -> tuple[dict[str, str | list[str]], list[str]]:
+    """Return the flags of a command line with their values, and the other words."""
+    flags: dict[str, str | list[str]] = {}
+    positional: list[str] = []
+    current: str | None = None
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            current = name.replace("-", "_")
+            flags[current] = value if equals else "true"
+            current = None if equals else current
+        elif current is None:
+            positional.append(word)
+        elif flags[current] == "true":
+            flags[current] = word
+        else:
+            before = flags[current]
+            flags[current] = [*before, word] if isinstance(before, list) else [before, word]
+    return flags, positional
+
+
+def _typed(word: str | list[str]) -> object:
+    """Return the value of a word whose type nobody says."""
+    if isinstance(word, list):
+        return [_typed(item) for item in word]
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return None if word == "None" else word
+
+
+def _guessed(word: str, declared: ast.AST) -> object:
+    """Return the value of a field: text where its annotation says so."""
+    annotation = ast.unparse(declared.annotation) if isinstance(declared, ast.AnnAssign) else ""
+    return (
+        word if "str" in annotation and not re.search(r"\b(?:int|float|bool)\b", annotation) else _typed(word)
+    )
+
+
+def _folded(operator: ast.operator, left: object, right: object) -> object:
+    """Return a power, a shift or a remainder of two whole numbers of a usual size, or None."""
+    if type(left) is not int or type(right) is not int or not 0 <= right < 64 or abs(left) > 1 << 32:
+        return None
+    if isinstance(operator, ast.Pow):
+        return left**right
+    if isinstance(operator, ast.LShift):
+        return left << right
+    return left % right if isinstance(operator, ast.Mod) and right else None
+
+
+def _compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
+    """Return the result of a comparison of constants, or None."""
+    if isinstance(operator, ast.In | ast.NotIn) and isinstance(left, Const):
+        if isinstance(right, Items) and all(isinstance(item, Const) for item in right.values):
+            held = left.value in [item.value for item in right.values if isinstance(item, Const)]
+        elif isinstance(right, Const) and isinstance(right.value, str) and isinstance(left.value, str):
+            held = left.value in right.value
+        else:
+            return None
+        return held == isinstance(operator, ast.In)
+    one, two = constant(left), constant(right)
+    if isinstance(one, int | float) and isinstance(two, int | float):
+        if isinstance(operator, ast.Gt):
+            return one > two
+        if isinstance(operator, ast.GtE):
+            return one >= two
+        if isinstance(operator, ast.Lt):
+            return one < two
+        if isinstance(operator, ast.LtE):
+            return one <= two
+    return None

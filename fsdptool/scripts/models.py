@@ -1,0 +1,196 @@
+"""The model of a script, how it is loaded, and the adapters that are trained on it."""
+
+from __future__ import annotations
+
+import ast
+
+from fsdptool.scripts.facts import FSDP1
+from fsdptool.scripts.settings import SettingsReader, plain_value
+from fsdptool.scripts.values import Choice, Const, Thing, Value, made_by
+
+_QUANTISATION = {
+    "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
+}  # fmt: skip
+_LORA = {
+    "r": "lora_r", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save", "lora_alpha": "lora_alpha",
+}  # fmt: skip
+LOADING = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "attn_implementation",
+            "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"}  # fmt: skip
+"""Arguments of ``from_pretrained`` that decide a run, and the names of the settings."""
+
+
+class ModelReader(SettingsReader):
+    """Reads the model of a script."""
+
+    def _model(self, value: Value, node: ast.AST, *, loads: bool = False, depth: int = 0) -> None:
+        """Read the model: its name, how it is loaded, and what it is wrapped in.
+
+        Args:
+            value: What the script calls its model.
+            node: Where it says so.
+            loads: Whether a name stands for the model.
+            depth: Wrappers around it.
+        """
+        if depth > 12 or "model_name_or_path" in self.run.settings:
+            return
+        if isinstance(value, Choice) and len(set(map(self._named, value.options))) == 1:
+            self._model(value.options[0], node, loads=loads, depth=depth + 1)
+        elif isinstance(value, Choice) or (loads and (isinstance(value, Const) or made_by(value, "missing"))):
+            self.put("model_name_or_path", value, node, "model")
+        elif isinstance(value, Thing):
+            self._made(value, node, depth)
+
+    def _made(self, value: Thing, node: ast.AST, depth: int) -> None:
+        """Read a model by what made it."""
+        owner, _, made = value.kind.rpartition(".")
+        first = value.args[0] if value.args else None
+        if made == "from_pretrained" and owner != "PeftModel":
+            self._pretrained(value, owner)
+        elif made in ("from_config", "_from_config"):
+            self._configured(first or value.keywords.get("config"), value, owner)
+        elif value.owner is not None:
+            self._own(value)
+        elif isinstance(value.inner, Thing):
+            config = value.keywords.get("peft_config") or (value.args[1] if len(value.args) > 1 else None)
+            if value.kind == "get_peft_model" and config is not None:
+                self._adapter(config, value.node)
+            self._model(value.inner, node, depth=depth + 1)
+        elif value.parent is not None and value.kind in ("item", "attribute"):
+            self._model(value.parent, node, depth=depth + 1)
+        elif isinstance(first, Thing) and first.kind.endswith(("Config", "Config.from_pretrained")):
+            self._configured(first, value, value.kind)
+
+    def _named(self, value: Value) -> object:
+        if isinstance(value, Thing):
+            while value.kind in ("get_peft_model", FSDP1, "prepare_model_for_kbit_training") and isinstance(
+                value.inner, Thing
+            ):
+                value = value.inner
+            if value.kind.endswith(".from_pretrained") and value.args:
+                return plain_value(value.args[0])[1]
+        return None
+
+    def _own(self, value: Thing) -> None:
+        """A class of the script: its model, if it only holds one, or the class itself."""
+        if value.owner is None:
+            return
+        inner = [part for part in value.parts.values() if isinstance(part, Thing)]
+        loaded = [
+            part for part in inner if part.kind.endswith(".from_pretrained") and "okenizer" not in part.kind
+        ]
+        if loaded:
+            self._pretrained(loaded[0], loaded[0].kind.rpartition(".")[0])
+        else:
+            self.run.own_class = value.owner.node.name
+            self.say("model class", value.owner.node.name, value.node, "class")
+
+    def _pretrained(self, value: Thing, kind: str) -> None:
+        places = self.places(value)
+        name = value.args[0] if value.args else None
+        for key in ("pretrained_model_name_or_path", "model_name", "model_name_or_path", "model_id"):
+            name = name or value.keywords.get(key)
+        self.put("model_name_or_path", name, value.node, "from_pretrained")
+        self.say("model class", kind, value.node, "class")
+        for key, ours in LOADING.items():
+            self.put(ours, value.keywords.get(key), places.get(key, value.node), f"from_pretrained.{key}")
+        self._quantisation(
+            value.keywords.get("quantization_config"), places.get("quantization_config", value.node)
+        )
+        named = kind.rpartition(".")[2]
+        if named == "FastLanguageModel":
+            self.say("load_in_4bit", True, value.node, "from_pretrained.load_in_4bit")
+            self.put(
+                "max_length",
+                value.keywords.get("max_seq_length"),
+                value.node,
+                "from_pretrained.max_seq_length",
+            )
+        self.say("dtype", "auto", value.node, "from_pretrained.dtype")
+        taken = (
+            *LOADING,
+            "quantization_config",
+            "pretrained_model_name_or_path",
+            "model_name",
+            "max_seq_length",
+        )
+        event = self.event_of(value)
+        self.rest(event or value, "from_pretrained", taken)
+
+    def _configured(self, config: Value | None, value: Thing, kind: str) -> None:
+        """A model that is made from a configuration: of a checkpoint, or of sizes."""
+        self.say("model class", kind, value.node, "class")
+        for key in ("dtype", "torch_dtype", "attn_implementation"):
+            self.put(LOADING[key], value.keywords.get(key), value.node, f"{kind}.{key}")
+        if not isinstance(config, Thing):
+            return
+        if config.kind.endswith(".from_pretrained"):
+            name = config.args[0] if config.args else config.keywords.get("pretrained_model_name_or_path")
+            self.put("model_name_or_path", name, config.node, "from_pretrained")
+            self.say("dtype", "auto", value.node, "from_config.dtype")
+            changed = {
+                **config.keywords,
+                **{str(k): v for k, v in config.parts.items() if isinstance(v, Const)},
+            }
+        elif config.kind.endswith("Config"):
+            self.run.model_type = config.kind
+            self.say("dtype", "float32", value.node, "from_config.dtype")
+            changed = {
+                **config.keywords,
+                **{str(k): v for k, v in config.parts.items() if isinstance(v, Const)},
+            }
+        else:
+            return
+        places = self.places(config)
+        for word, item in changed.items():
+            self.put(f"config.{word}", item, places.get(word, config.node), f"{config.kind}.{word}")
+
+    def _quantisation(self, value: Value | None, node: ast.AST | None) -> None:
+        config = made_by(value, "BitsAndBytesConfig")
+        if config is None:
+            if value is not None and not (isinstance(value, Const) and value.value is None):
+                self.put("load_in_4bit", value, node, "quantization_config")
+            return
+        places = self.places(config)
+        for key, ours in _QUANTISATION.items():
+            self.put(
+                ours, config.keywords.get(key), places.get(key, config.node), f"BitsAndBytesConfig.{key}"
+            )
+        if "load_in_4bit" in config.keywords:
+            self.say("bnb_4bit_quant_type", "fp4", config.node, "BitsAndBytesConfig.bnb_4bit_quant_type")
+        self.rest(self.event_of(config) or config, "BitsAndBytesConfig", _QUANTISATION)
+
+    def _adapter(self, value: Value, node: ast.AST | None) -> None:
+        if isinstance(value, Const) and value.value is None:
+            return
+        config = made_by(value, "LoraConfig")
+        if config is None:
+            self.put("use_peft", value, node, "peft_config")
+            return
+        if "use_peft" in self.run.settings:
+            return
+        self.say("use_peft", True, config.node, "LoraConfig")
+        places = self.places(config)
+        for key, ours in _LORA.items():
+            self.put(ours, config.keywords.get(key), places.get(key, config.node), f"LoraConfig.{key}")
+        self.say("lora_r", 8, config.node, "LoraConfig.r")
+        self.say("lora_dropout", 0.0, config.node, "LoraConfig.lora_dropout")
+        self.rest(self.event_of(config) or config, "LoraConfig", _LORA)
+
+    def _adapters_by_hand(self) -> None:
+        for event in self.facts.calls("get_peft_model"):
+            config = event.get("peft_config", 1)
+            if config is not None:
+                self._adapter(config, event.node)
+        for event in self.facts.methods("add_adapter"):
+            if event.argument is not None:
+                self._adapter(event.argument, event.node)
+
+    def _objective(self) -> str | None:
+        named = self.run.settings.get("model class")
+        kind = str(named.value) if named is not None else ""
+        if "CausalLM" in kind or "LMHead" in kind:
+            return "sft"
+        return "classification" if "Classification" in kind else None

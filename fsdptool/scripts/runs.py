@@ -1,0 +1,498 @@
+"""The run that a script starts; nothing is imported or run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from fsdptool.errors import ConfigError
+from fsdptool.files.text import SourceText
+from fsdptool.scripts.defaults import RunInterpreter
+from fsdptool.scripts.facts import FSDP1, is_inside, text, unwrapped
+from fsdptool.scripts.judge import parsed_script
+from fsdptool.scripts.models import LOADING, ModelReader
+from fsdptool.scripts.names import short
+from fsdptool.scripts.settings import DTYPES, NamedClass, ScriptRun, Setting, plain_value
+from fsdptool.scripts.state import TooLongError
+from fsdptool.scripts.values import Class, Const, Event, Items, Library, Partial, Table, Thing, Value, made_by
+
+TRAINERS = {
+    "SFTTrainer": "sft", "DPOTrainer": "dpo", "GRPOTrainer": "grpo", "KTOTrainer": "kto",
+    "ORPOTrainer": "orpo", "RewardTrainer": "reward", "CPOTrainer": "cpo", "PPOTrainer": "ppo",
+    "RLOOTrainer": "rloo",
+    "Trainer": None, "Seq2SeqTrainer": None,
+}  # fmt: skip
+"""Trainers of transformers and TRL, with the objectives of those of TRL."""
+ARGUMENTS = (
+    "TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig",
+    "ORPOConfig", "RewardConfig", "CPOConfig", "PPOConfig", "RLOOConfig",
+)  # fmt: skip
+_LENGTHS = (
+    "max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_length", "max_length", "block_size",
+    "context_length", "model_max_length", "cutoff_len", "seqlen",
+)  # fmt: skip
+_BATCHES = (
+    "per_device_train_batch_size", "micro_batch_size", "batch_size_per_gpu", "train_batch_size", "batch_size",
+    "micro_batch", "batch_size_training",
+)  # fmt: skip
+_ACCUMULATIONS = (
+    "gradient_accumulation_steps", "grad_accum_steps", "grad_accumulation_steps", "accumulation_steps",
+    "accum_steps", "grad_accum", "gradient_accumulation",
+)  # fmt: skip
+_OF_MESH = {
+    "dp_replicate": "dp_replicate", "replicate": "dp_replicate", "dp_shard": "dp_shard", "shard": "dp_shard",
+    "dp": "dp_shard", "fsdp": "dp_shard", "tp": "tp", "cp": "cp",
+}  # fmt: skip
+_AUTOCAST = (
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+)
+_CHECKPOINTING = ("apply_activation_checkpointing", "checkpoint_wrapper", "torch.utils.checkpoint.checkpoint")
+_BEGIN = frozenset({
+    *TRAINERS, *ARGUMENTS, "fully_shard", FSDP1, "Accelerator", "FullyShardedDataParallelPlugin",
+    "DistributedDataParallel",
+})  # fmt: skip
+
+
+def read_script_run(source: SourceText, words: Sequence[str] = ()) -> ScriptRun | None:
+    """Return the run that a script starts; None where it starts none that is known.
+
+    Args:
+        source: The script, or a notebook.
+        words: The arguments that the script is started with.
+
+    Raises:
+        ConfigError: It does not parse, or takes too many steps to follow.
+    """
+    tree, notebook = parsed_script(source)
+    if not isinstance(tree, ast.Module):
+        message, line, _ = tree
+        raise ConfigError(f"{source.path or 'the script'}:{line}: {message}")
+    interpreter = RunInterpreter(tree, words)
+    try:
+        paths = interpreter.paths()
+    except (TooLongError, RecursionError):
+        raise ConfigError(
+            f"{source.path or 'the script'} is too long to follow",
+            help="name its model, and the run by options",
+        ) from None
+    scores = [sum(event.name in _BEGIN for event in path.events[path.own or 0 :]) for path in paths]
+    best = max(range(len(paths)), key=lambda index: (scores[index], -index))
+    chosen = 0 if scores[0] else best
+    if not scores[chosen]:
+        return None
+    reader = _Reader(paths[chosen], interpreter)
+    run = reader.read()
+    unknown = sorted(interpreter.unknown_flags()) if words else []
+    run.problems += [f"the script has no option --{name}" for name in unknown]
+    if notebook is not None:
+        places = notebook.places
+        run.settings = {
+            key: Setting(
+                item.name, item.value, places[item.line - 1][2] or item.line, item.unread, item.option
+            )
+            for key, item in run.settings.items()
+        }
+    return run
+
+
+class _Reader(ModelReader):
+    """Reads the settings of one way through a script."""
+
+    def read(self) -> ScriptRun:
+        trainer = self._trainer()
+        if trainer is not None:
+            self._of_trainer(*trainer)
+        else:
+            self._of_loop()
+        return self.run
+
+    # Trainers
+
+    def _trainer(self) -> tuple[str, Event] | None:
+        found = None
+        for event in self.facts.events:
+            if event.kind == "call" and event.name in TRAINERS:
+                found = event.name, event
+            elif event.kind == "make" and isinstance(event.result, Thing) and event.result.owner is not None:
+                bases = [short(name) for name in event.result.owner.library_bases]
+                kind = next((name for name in bases if name in TRAINERS), None)
+                if kind is not None:
+                    found = kind, event
+        return found
+
+    def _of_trainer(self, kind: str, event: Event) -> None:
+        objective = TRAINERS[kind]
+        self.run.form = "trainer" if objective is None else "trl"
+        self.run.objective = objective
+        arguments = event.get("args", None if objective is None else 1) or event.get("args", 1)
+        given = made_by(arguments, *ARGUMENTS)
+        if given is None:
+            call = next((item for item in reversed(self.facts.events) if item.name in ARGUMENTS), None)
+            given = (
+                call.result
+                if call is not None and isinstance(call.result, Thing) and arguments is None
+                else None
+            )
+        if given is not None:
+            self._arguments(given, objective)
+        elif arguments is not None:
+            self.run.problems.append(f"line {event.node.lineno}: the arguments of {kind} are not read")  # type: ignore[attr-defined]
+        adapter = event.get("peft_config")
+        if adapter is not None:
+            self._adapter(adapter, event.places.get("peft_config", event.node))
+        model = event.get("model", 0)
+        if model is not None:
+            self._model(model, event.places.get("model", event.node), loads=objective is not None)
+        if objective is None and self.run.own_class is None:
+            self.run.objective = self._objective()
+        self._adapters_by_hand()
+        self._checkpointing()
+        if "max_length" not in self.run.settings and "max_seq_length" not in self.run.settings:
+            self._length(named=objective is None)
+
+    def _arguments(self, given: Thing, objective: str | None) -> None:
+        places, event = self.places(given), self.event_of(given)
+        for name, value in given.keywords.items():
+            node = places.get(name, given.node)
+            if name in ("fsdp_config", "model_init_kwargs") and isinstance(value, Table):
+                for key, item in value.items.items():
+                    at = value.nodes.get(key, node)
+                    if name == "fsdp_config":
+                        self.put(f"fsdp_config.{key}", item, at, f"fsdp_config.{key}")
+                    elif str(key) in LOADING:
+                        self.put(LOADING[str(key)], item, at, f"model_init_kwargs.{key}")
+                    elif key == "quantization_config":
+                        self._quantisation(item, at)
+                continue
+            self.put(name, value, node, name)
+        if event is not None and event.partly:
+            self.run.problems.append(
+                f"line {event.node.lineno}: {given.kind} takes further arguments, which are not read"  # type: ignore[attr-defined]
+            )
+        if objective is not None and given.kind == "TrainingArguments":
+            # TRL keeps what TrainingArguments decide, whose defaults are other ones than those of its own.
+            for name in ("gradient_checkpointing", "bf16"):
+                self.say(name, False, given.node, f"TrainingArguments.{name}")
+
+    def _objective(self) -> str | None:
+        named = self.run.settings.get("model class")
+        kind = str(named.value) if named is not None else ""
+        if "CausalLM" in kind or "LMHead" in kind:
+            return "sft"
+        return "classification" if "Classification" in kind else None
+
+    # Loops
+
+    def _of_loop(self) -> None:
+        facts = self.facts
+        accelerator = next(facts.calls("Accelerator"), None)
+        if accelerator is not None:
+            self.run.form = "accelerate"
+            self._accelerator(accelerator)
+        if facts.shardings:
+            self.run.fsdp = 2
+            self._fully_shard()
+        elif facts.wrappers:
+            self.run.fsdp = 1
+            self._fsdp1()
+        elif accelerator is None:
+            self.run.fsdp = "none"
+        model = self._trained()
+        if model is not None:
+            self._model(model, getattr(model, "node", None) or self.facts.path.tree)
+        self._adapters_by_hand()
+        self.run.objective = self._objective()
+        self._casts(model)
+        self._optimizer()
+        self._checkpointing()
+        self._batch()
+        self._length(named=True)
+        self._mesh()
+        for event in facts.calls("torch.compile"):
+            self.say("torch_compile", True, event.node, "torch.compile")
+        for event in facts.methods("compile"):
+            self.say("torch_compile", True, event.node, "compile")
+        for event in facts.calls("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"):
+            count = event.get("nprocs", 2)
+            if isinstance(count, Const) and type(count.value) is int:
+                self.run.processes = count.value
+
+    def _trained(self) -> Value | None:
+        """Return what is trained: the outermost module that is sharded, prepared or optimised."""
+        facts = self.facts
+        if facts.shardings:
+            things = [thing for _, thing in facts.shardings]
+            roots = [one for one in things if not any(is_inside(one, two) for two in things)]
+            return roots[-1] if roots else things[-1]
+        if facts.wrappers:
+            return facts.wrappers[-1][1]
+        given = [value for event in facts.methods("prepare", "prepare_model") for value in event.args]
+        given += [value for event in facts.calls("DistributedDataParallel") for value in event.args[:1]]
+        given += [event.argument for event in facts.optimizers if event.argument is not None]
+        for value in given:
+            if isinstance(value, Thing):
+                module = facts.module_of(value) or value
+                if module.owner is not None or not module.kind.startswith(("optim.", "DataLoader")):
+                    return module
+        return None
+
+    def _accelerator(self, event: Event) -> None:
+        for name in ("mixed_precision", "gradient_accumulation_steps"):
+            self.put(
+                name, event.keywords.get(name), event.places.get(name, event.node), f"Accelerator.{name}"
+            )
+        plugin = event.keywords.get("fsdp_plugin")
+        made = made_by(plugin, "FullyShardedDataParallelPlugin")
+        if plugin is not None and made is None and not isinstance(plugin, Const):
+            self.put("fsdp_plugin", plugin, event.node, "Accelerator.fsdp_plugin")
+        self.rest(event, "Accelerator", ("mixed_precision", "gradient_accumulation_steps", "fsdp_plugin"))
+        if made is None:
+            return
+        places = self.places(made)
+        version = made.keywords.get("fsdp_version")
+        self.run.fsdp = 2 if isinstance(version, Const) and version.value == 2 else 1
+        for name, ours in (
+            ("fsdp_version", "fsdp_version"), ("reshard_after_forward", "reshard_after_forward"),
+            ("activation_checkpointing", "gradient_checkpointing"),
+        ):  # fmt: skip
+            self.put(ours, made.keywords.get(name), places.get(name, made.node), f"{made.kind}.{name}")
+        self._offload(made.keywords.get("cpu_offload"), places.get("cpu_offload", made.node), made.kind)
+        names = made.keywords.get("transformer_cls_names_to_wrap")
+        if names is not None:
+            self._classes(names, places.get("transformer_cls_names_to_wrap", made.node), made.kind)
+        self._policy(
+            made.keywords.get("auto_wrap_policy"), places.get("auto_wrap_policy", made.node), made.kind
+        )
+        self._strategy(
+            made.keywords.get("sharding_strategy"), places.get("sharding_strategy", made.node), made.kind
+        )
+        self.rest(self.event_of(made) or made, "FullyShardedDataParallelPlugin", _PLUGIN)
+
+    def _fully_shard(self) -> None:
+        shardings = self.facts.shardings
+        first = shardings[0][0]
+        for event, thing in shardings:
+            for guard in event.guards:
+                test = made_by(guard.test, "builtins.isinstance")
+                if test is not None and len(test.args) > 1:
+                    self._classes(test.args[1], test.node, "isinstance")
+            if thing is not shardings[-1][1]:
+                first = event
+        for name in ("reshard_after_forward",):
+            self.put(
+                name, first.keywords.get(name), first.places.get(name, first.node), f"fully_shard.{name}"
+            )
+        self._offload(
+            first.keywords.get("offload_policy"),
+            first.places.get("offload_policy", first.node),
+            "fully_shard",
+        )
+        self._precision(first.keywords.get("mp_policy"), "MixedPrecisionPolicy")
+        if len({id(thing) for _, thing in shardings}) == 1 and not any(
+            made_by(thing, "item", "attribute") or event.loops for event, thing in shardings
+        ):
+            self.say("one_unit", "the whole model", first.node, "fully_shard")
+
+    def _fsdp1(self) -> None:
+        event, _ = self.facts.wrappers[-1]
+        at = event.places
+        self._offload(event.keywords.get("cpu_offload"), at.get("cpu_offload", event.node), FSDP1)
+        self._precision(event.keywords.get("mixed_precision"), "MixedPrecision")
+        self._strategy(
+            event.keywords.get("sharding_strategy"), at.get("sharding_strategy", event.node), FSDP1
+        )
+        policy = event.get("auto_wrap_policy", 4)
+        if policy is None or (isinstance(policy, Const) and policy.value is None):
+            if len(self.facts.wrappers) == 1:
+                self.say("one_unit", "the whole model", event.node, FSDP1)
+        else:
+            self._policy(policy, at.get("auto_wrap_policy", event.node), FSDP1)
+
+    def _policy(self, policy: Value | None, node: ast.AST | None, kind: str) -> None:
+        if isinstance(policy, Partial) and isinstance(policy.function, Library):
+            classes = policy.keywords.get("transformer_layer_cls")
+            if classes is not None:
+                self._classes(classes, node, kind)
+                return
+        made = made_by(policy, "ModuleWrapPolicy")
+        if made is not None and made.args:
+            self._classes(made.args[0], node, kind)
+        elif isinstance(policy, Const) and str(policy.value).lower() in ("transformer_based_wrap", "none"):
+            return
+        elif policy is not None:
+            self.put("auto_wrap_policy", policy, node, f"{kind}.auto_wrap_policy")
+
+    def _classes(self, value: Value, node: ast.AST | None, kind: str) -> None:
+        line = getattr(node, "lineno", 1)
+        items = value.values if isinstance(value, Items) else [value]
+        found: list[NamedClass] = []
+        for item in items:
+            if isinstance(item, Library) and not item.name.startswith("builtins."):
+                module, _, name = item.name.rpartition(".")
+                found.append(NamedClass(name, module, line))
+            elif isinstance(item, Class):
+                found.append(NamedClass(item.node.name, "__main__", line))
+            elif isinstance(item, Const) and isinstance(item.value, str):
+                found += [NamedClass(name.strip(), "", line) for name in item.value.split(",")]
+            else:
+                self.put("wrap_classes", item, node, f"{kind}.classes")
+                return
+        self.run.classes += tuple(found)
+        self.say("wrap_classes", [item.name for item in self.run.classes], node, f"{kind}.classes")
+
+    def _precision(self, value: Value | None, kind: str) -> None:
+        policy = made_by(value, kind)
+        if policy is not None:
+            places = self.places(policy)
+            for index, name in enumerate(("param_dtype", "reduce_dtype")):
+                given = policy.keywords.get(name) or (
+                    policy.args[index] if index < len(policy.args) else None
+                )
+                self.put(name, given, places.get(name, policy.node), f"{kind}.{name}")
+            self.rest(self.event_of(policy) or policy, kind, ("param_dtype", "reduce_dtype"))
+        elif value is not None and not (isinstance(value, Const) and value.value is None):
+            self.put("param_dtype", value, getattr(value, "node", None), kind)
+
+    def _strategy(self, value: Value | None, node: ast.AST | None, kind: str) -> None:
+        word = str(plain_value(value)[1]).upper() if value is not None else ""
+        if "SHARD_GRAD_OP" in word or "HYBRID_SHARD_ZERO2" in word or "_ZERO2" in word:
+            self.say("reshard_after_forward", False, node, f"{kind}.sharding_strategy")
+        elif value is not None and not plain_value(value)[0]:
+            self.put("reshard_after_forward", value, node, f"{kind}.sharding_strategy")
+        elif "FULL_SHARD" in word:
+            self.say("reshard_after_forward", True, node, f"{kind}.sharding_strategy")
+        if "HYBRID" in word:
+            self.say("sharding_strategy", word, node, f"{kind}.sharding_strategy")
+
+    def _offload(self, value: Value | None, node: ast.AST | None, kind: str) -> None:
+        if value is None or (isinstance(value, Const) and value.value is None):
+            return
+        name = f"{kind}.{'offload_policy' if kind == 'fully_shard' else 'cpu_offload'}"
+        if made_by(value, "CPUOffloadPolicy") is not None:
+            self.say("cpu_offload", True, node, name)
+        elif made_by(value, "OffloadPolicy") is not None:
+            self.say("cpu_offload", False, node, name)
+        elif (made := made_by(value, "CPUOffload")) is not None:
+            given = made.keywords.get("offload_params") or (made.args[0] if made.args else Const(False))
+            self.put("cpu_offload", given, node, name)
+        else:
+            self.put("cpu_offload", value, node, name)
+
+    def _casts(self, model: Value | None) -> None:
+        """The dtype that weights are cast to, and autocast."""
+        for event in self.facts.methods("to", "bfloat16", "half"):
+            dtype: Value = Const("bfloat16" if event.name == "bfloat16" else "float16")
+            given = [dtype] if event.name != "to" else [*event.args, *event.keywords.values()]
+            for value in given:
+                known = value is dtype or (isinstance(value, Library) and short(value.name) in DTYPES)
+                target = unwrapped(event.target) if isinstance(event.target, Thing) else None
+                if known and isinstance(model, Thing) and target is unwrapped(model):
+                    self.run.settings.pop("dtype", None)
+                    self.put("dtype", value, event.node, "model.to")
+        for event in self.facts.calls(*_AUTOCAST):
+            off = event.keywords.get("enabled")
+            if isinstance(off, Const) and off.value is False:
+                continue
+            given_dtype = event.get("dtype", 0 if event.name == "torch.cuda.amp.autocast" else 1)
+            if given_dtype is None or (
+                isinstance(given_dtype, Const) and isinstance(given_dtype.value, bool)
+            ):
+                given_dtype = Const("float16")
+            self.put("autocast", given_dtype, event.places.get("dtype", event.node), "autocast.dtype")
+
+    def _optimizer(self) -> None:
+        made = [event for event in self.facts.of_kind("call") if _is_optimizer(event.name)]
+        if not made:
+            return
+        event = made[-1]
+        name = event.name.rpartition(".")[2]
+        fused = event.keywords.get("fused")
+        known = plain_value(fused)[1] if fused is not None else None
+        words = "adamw_torch_fused" if known is True and name in ("AdamW", "Adam") else name
+        self.say("optimizer", words, event.node, name)
+        self.rest(event, name, ("fused",))
+
+    def _checkpointing(self) -> None:
+        for event in self.facts.of_kind("call"):
+            if event.name in _CHECKPOINTING:
+                self.say("gradient_checkpointing", True, event.node, event.name.rpartition(".")[2])
+        for event in self.facts.methods("gradient_checkpointing_enable"):
+            self.run.settings.pop("gradient_checkpointing", None)
+            self.say("gradient_checkpointing", True, event.node, event.name)
+
+    def _batch(self) -> None:
+        for event in self.facts.calls("DataLoader"):
+            data = text(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""
+            if any(word in data.lower() for word in ("val", "eval", "test")):
+                continue
+            size = event.get("batch_size", 1)
+            if size is None and "batch_sampler" not in event.keywords:
+                size = Const(1)
+            self.put("batch_size", size, event.places.get("batch_size", event.node), "DataLoader.batch_size")
+            self.rest(event, "DataLoader", ("batch_size",))
+        shape = self._shape()
+        if shape is not None:
+            self.put("batch_size", shape[0], shape[2], shape[3])
+        self._by_name("batch_size", _BATCHES)
+        self._by_name("gradient_accumulation_steps", _ACCUMULATIONS)
+
+    def _length(self, *, named: bool) -> None:
+        for event in self.facts.of_kind("use"):
+            target = event.target
+            if isinstance(target, Thing) and "okenizer" in target.kind and "max_length" in event.keywords:
+                at = event.places.get("max_length", event.node)
+                self.put("max_length", event.keywords["max_length"], at, "tokenizer.max_length")
+                padding = event.keywords.get("padding")
+                if isinstance(padding, Const) and padding.value == "max_length":
+                    self.say("padding", "max_length", event.node, "tokenizer.padding")
+        if not named:
+            return
+        shape = self._shape()
+        if shape is not None and shape[1] is not None:
+            self.put("max_length", shape[1], shape[2], shape[3])
+        self._by_name("max_length", _LENGTHS)
+
+    def _shape(self) -> tuple[Value, Value | None, ast.AST, str] | None:
+        """Return the rows and columns of random token ids."""
+        for event in self.facts.calls("torch.randint"):
+            size = event.get("size", 2) or event.get("size", 1)
+            if isinstance(size, Items) and len(size.values) == 2:
+                return size.values[0], size.values[1], event.node, "torch.randint.size"
+        return None
+
+    def _by_name(self, key: str, names: Sequence[str]) -> None:
+        """Take a setting from an argument, a field or a constant that is called so."""
+        if key in self.run.settings:
+            return
+        for name in names:
+            for value, node in self.interpreter.named(name):
+                if isinstance(plain_value(value)[1], int) or not plain_value(value)[0]:
+                    self.put(key, value, node, name)
+                    return
+
+    def _mesh(self) -> None:
+        for event in self.facts.calls("init_device_mesh"):
+            sizes, names = event.get("mesh_shape", 1), event.get("mesh_dim_names", 2)
+            if not isinstance(sizes, Items) or not isinstance(names, Items):
+                continue
+            for size, name in zip(sizes.values, names.values, strict=False):
+                ours = _OF_MESH.get(str(plain_value(name)[1]))
+                many = len(sizes.values) > 1
+                if ours is not None and many and isinstance(size, Const):
+                    self.put(f"mesh.{ours}", size, event.node, f"init_device_mesh.{ours}")
+
+
+_PLUGIN = (
+    "fsdp_version", "reshard_after_forward", "activation_checkpointing", "cpu_offload", "sharding_strategy",
+    "transformer_cls_names_to_wrap", "auto_wrap_policy",
+)  # fmt: skip
+
+
+def _is_optimizer(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return name.startswith("optim.") or (
+        name.startswith(("torchao.", "deepspeed.", "apex.")) and "Adam" in last
+    )

@@ -1,0 +1,295 @@
+"""The run that a script describes: defaults of its arguments, lines, what cannot be read; nothing is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptool.cli.app import run as fsdptool
+from fsdptool.config.described import describe_run
+from fsdptool.config.script_runs import script_settings
+from fsdptool.errors import PlanError
+from fsdptool.files.text import SourceText
+from fsdptool.planning.file_run import bound_of, file_run, read_file_run
+from fsdptool.records.described_run import DescribedRun
+
+TRL = """
+import argparse
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="Qwen/Qwen3-8B")
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--lora-r", type=int, default=0)
+    parser.add_argument("--qlora", action="store_true")
+    parser.add_argument("--lr", type=float, required=True)
+    args = parser.parse_args()
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4") if args.qlora else None
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16, quantization_config=quantised
+    )
+    adapter = LoraConfig(r=args.lora_r, target_modules="all-linear") if args.lora_r > 0 else None
+    config = SFTConfig(
+        "out",
+        per_device_train_batch_size=args.batch_size,
+        learning_rate=args.lr,
+        max_length=2**12,
+        fsdp="full_shard",
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"},
+    )
+    SFTTrainer(model=model, args=config, peft_config=adapter).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+LOOP = """
+import os
+from dataclasses import dataclass, field
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+MODEL = os.environ.get("MODEL", "meta-llama/Llama-3.1-8B")
+
+@dataclass
+class Settings:
+    seq_len: int = 4096
+    batch_size: int = 2
+    names: list = field(default_factory=lambda: ["a"])
+    grad_accum_steps: int = 4
+
+def build():
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.gradient_checkpointing_enable()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    return fully_shard(model, mp_policy=policy)
+
+settings = Settings()
+model = build()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+loader = DataLoader(samples(settings.seq_len), batch_size=settings.batch_size)
+for number, batch in enumerate(loader):
+    (model(**batch).loss / settings.grad_accum_steps).backward()
+"""
+
+FSDP1 = """
+import functools, sys
+import torch
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+def train(batch_size, model_name="meta-llama/Llama-2-7b-hf"):
+    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    half = MixedPrecision(torch.bfloat16, torch.bfloat16)
+    model = FSDP(
+        AutoModelForCausalLM.from_pretrained(model_name),
+        auto_wrap_policy=wrap,
+        mixed_precision=half,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, 32000, (batch_size, 1024))
+
+train(int(sys.argv[1]))
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NAME = "Qwen/Qwen2.5-7B"
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=["Qwen2DecoderLayer"])
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
+tokenizer = AutoTokenizer.from_pretrained(NAME)
+
+def tokenize(sample):
+    return tokenizer(sample["text"], max_length=2048, padding="max_length")
+
+data = load().map(tokenize)
+model = AutoModelForCausalLM.from_pretrained(NAME)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+"""
+
+
+def described(text: str, *words: str) -> DescribedRun:
+    """Return the run of a script that is started with some arguments."""
+    found = describe_run(SourceText(text, "train.py"), words=words)
+    assert found is not None
+    return found
+
+
+def facts(run: DescribedRun, names: str) -> list[object]:
+    """Return facts of a run."""
+    return [getattr(run, name) for name in names.split()]
+
+
+def test_defaults_count_where_nobody_says_otherwise() -> None:
+    run = described(TRL)
+    names = "program family method micro_batch sequence_length stored_dtype compute_dtype fsdp"
+    assert facts(run, names) == ["trl", "qwen3:8b", "full", 2, 4096, "fp32", "bf16", 2]
+    assert run.wrap_classes == ("Qwen3DecoderLayer",)
+    assert run.keys.lines["per_device_train_batch_size"] == 23
+    assert "learning_rate" in run.keys.no_effect
+    assert run.problems == ()
+    given = described(TRL, "--qlora", "--lora-r", "8", "--batch-size=4", "--model", "meta-llama/Llama-3.1-8B")
+    assert facts(given, "family method lora_rank lora_targets micro_batch quantisation") == [
+        "llama3.1:8b", "qlora", 8, "all-linear", 4, "bnb nf4, no double quantisation, storage uint8",
+    ]  # fmt: skip
+    assert described(TRL, "--batches", "4").problems == ("the script has no option --batches",)
+
+
+def test_lines_and_origins_of_settings() -> None:
+    rows = {item.key: (item.value, item.origin) for item in script_settings(SourceText(TRL, "train.py"))}
+    assert rows["per_device_train_batch_size"] == (2, "line 23, default of --batch-size")
+    assert rows["max_length"] == (4096, "line 25")
+    assert rows["learning_rate"] == (None, "line 24, not read: --lr, which has no default")
+    assert rows["fsdp_config.version"] == (2, "line 27")
+
+
+def test_a_loop_with_fully_shard() -> None:
+    run = described(LOOP)
+    names = (
+        "program family fsdp stored_dtype compute_dtype reduce_dtype micro_batch accumulation sequence_length"
+        " optimizer gradient_checkpointing reshard cpu_offload objective"
+    )
+    assert facts(run, names) == [
+        "torch", "llama3.1:8b", 2, "fp32", "bf16", "fp32", 2, 4, 4096, "adamw_torch_fused", "full", False,
+        False, "sft",
+    ]  # fmt: skip
+    assert run.keys.not_modelled == ()
+    offloaded = LOOP.replace("reshard_after_forward=False", "offload_policy=CPUOffloadPolicy()")
+    assert facts(described(offloaded), "cpu_offload reshard") == [True, True]
+    one = LOOP.replace("fully_shard(layer, mp_policy=policy, reshard_after_forward=False)", "pass")
+    (whole,) = described(one).keys.not_modelled
+    assert (whole.key, whole.changes, whole.side) == ("fully_shard", "memory", "more")
+
+
+def test_a_loop_with_fsdp1_and_an_argument_that_is_not_given() -> None:
+    run = described(FSDP1, "8")
+    assert run.wrap_classes == ("LlamaDecoderLayer",)
+    names = "fsdp reshard cpu_offload stored_dtype compute_dtype micro_batch sequence_length optimizer"
+    assert facts(run, names) == [1, False, True, "checkpoint", "bf16", 8, 1024, "SGD"]
+    open_run = described(FSDP1)
+    assert open_run.micro_batch is None
+    (item,) = open_run.keys.not_modelled
+    assert "micro_batch" in (item.decides or ())
+    assert open_run.problems == (
+        "line 21: torch.randint.size is not read: it is argument 1, which has no default",
+    )
+    assert bound_of(file_run(open_run, None, "train.py", 8).limits) == "open"
+    decided = file_run(open_run, None, "train.py", 8, decided=("micro_batch", "global_batch"))
+    assert bound_of(decided.limits) == "exact"
+
+
+def test_a_loop_that_accelerate_prepares() -> None:
+    run = described(ACCELERATE)
+    assert run.wrap_classes == ("Qwen2DecoderLayer",)
+    names = "program fsdp stored_dtype compute_dtype micro_batch accumulation sequence_length full_rows"
+    assert facts(run, names) == ["accelerate", 2, "fp32", "bf16", 4, 2, 2048, True]
+    without = described(ACCELERATE.replace(", fsdp_plugin=plugin", ""))
+    assert without.fsdp is None
+
+
+def test_arguments_of_dataclasses() -> None:
+    text = """
+from dataclasses import dataclass
+import transformers
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = "facebook/opt-1.3b"
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    model_max_length: int = 512
+    bf16: bool = True
+
+parser = HfArgumentParser((ModelArguments, TrainingArguments))
+model_args, training_args = parser.parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+Trainer(model=model, args=training_args).train()
+"""
+    run = described(text, "--per_device_train_batch_size", "4", "--fsdp", "full_shard auto_wrap")
+    assert facts(run, "program model compute_dtype micro_batch fsdp sequence_length") == [
+        "trainer", "facebook/opt-1.3b", "bf16", 4, 2, 512,
+    ]  # fmt: skip
+
+
+def test_a_value_that_the_script_does_not_hold_leaves_its_facts_open() -> None:
+    run = described(LOOP.replace("MODEL, dtype=torch.float32", "MODEL, dtype=helpers.choose()"))
+    (item,) = run.keys.not_modelled
+    assert {"stored_dtype", "base_dtype"} <= set(item.decides or ())
+    assert run.stored_dtype is None
+    assert run.problems[0].startswith("line 19: from_pretrained.dtype is not read: it is helpers.choose()")
+
+
+def test_a_class_of_the_script_is_imported_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+if __name__ == "__main__":
+    net = Net()
+    for layer in net.layers:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters())
+"""
+    (tmp_path / "own_net.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    run = read_file_run("own_net.py")
+    assert run is not None
+    assert run.model == "own_net:Net"
+    with pytest.raises(PlanError, match="a class of its own") as caught:
+        file_run(run, None, "own_net.py", 2)
+    assert "--allow-import" in str(caught.value.help)
+    choice = file_run(run, None, "own_net.py", 2, trusted=True).recipe.model
+    assert (choice.reference, choice.trust_remote_code) == ("own_net:Net", True)
+
+
+def test_a_module_that_starts_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("def add(one, two):\n    return one + two\n")
+    assert describe_run(SourceText(path.read_text(), str(path))) is None
+    with pytest.raises(PlanError, match="starts no training run"):
+        read_file_run(str(path))
+
+
+def test_explain_shows_settings_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TRL)
+    assert fsdptool(["explain", str(path), "--format", "json", "--", "--batch-size", "3"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"]["micro_batch"] == 3
+    assert document["run"]["keys"]["lines"]["max_length"] == 25
+    assert {"key": "max_length", "value": 4096, "origin": "line 25", "line": 25} in document["effective"]
+    assert fsdptool(["explain", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "line 23, default of --batch-size" in shown
+    assert "FSDP does not run" not in shown
