@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.config.canonical import LAUNCH
 from fsdptool.config.dialects import load_registry, run_writers, script_versions
 from fsdptool.config.lint_settings import FindingSelector, selector_of
-from fsdptool.config.reader import SCRIPTS, disjoint, key_of, read_settings, try_fixes, withhold_refused
+from fsdptool.config.reader import disjoint, key_of, read_settings, try_fixes, withhold_refused
 from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError, FsdptoolError
@@ -25,6 +25,7 @@ from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.records.config_documents import Loss
 from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.scripts import SCRIPTS
 
 if TYPE_CHECKING:
     from fsdptool.config.command_lines import NamedFiles
