@@ -1,7 +1,8 @@
 #!/bin/sh
 # Check formatting, lint and types, then run the tests, in the same environment as run.sh.
 # --quick (the first argument) omits the tests that are marked distributed or slow and takes under four
-# minutes on two cores. Other arguments are passed to pytest.
+# minutes on two cores. --sweeps adds the tests that try further settings of what others hold; run it before a
+# release. Other arguments are passed to pytest.
 group=dev
 . "$(dirname -- "$0")/environment.sh"
 cd "$root"

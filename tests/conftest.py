@@ -77,9 +77,14 @@ SHARED = ("pool", "seen", "watched_run", "watched_doctor", "undisturbed", "qlora
 """Fixtures that start processes for several tests. Each worker that runs such a test makes its own."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs sweeps, too."""
+    parser.addoption("--sweeps", action="store_true", help="run the tests that are marked as sweeps, too")
+
+
 # First, because xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that share an expensive fixture on one worker, and mark them as distributed.
 
     Two pools would only take turns on two cores, and two workers would make the same runs twice.
@@ -89,3 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shared is not None:
             item.add_marker(pytest.mark.xdist_group("ranks" if shared == "pool" else shared))
             item.add_marker(pytest.mark.distributed)
+    if not config.getoption("sweeps"):
+        swept = [item for item in items if item.get_closest_marker("sweep")]
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=swept)

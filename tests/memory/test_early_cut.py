@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sweeps import kept
 
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.memory.tracing import early_cut, reduced_depth
@@ -23,7 +24,7 @@ TARGETS: dict[str, tuple[Lora, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", kept(TARGETS, "quantised", "some blocks"))
 def test_the_trace_is_that_of_a_model_that_is_cut_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lora, early = TARGETS[name]
     recipe = Recipe(

@@ -10,6 +10,7 @@ import pytest
 from cases import CASES, inputs_for, prepare_case
 from pool import Pool
 from ranks import share, weights_of
+from sweeps import kept
 
 from fsdptool.distributed.session import open_session
 from fsdptool.records.mesh import ParallelDims
@@ -47,7 +48,10 @@ def run(name: str, folder: Path, recipe: Recipe, mesh: ParallelDims) -> dict[str
     return {"losses": losses, "graphs": graphs, "breaks": breaks, "names": list(weights_of(made))}
 
 
-@pytest.mark.parametrize("what", RUNS)
+@pytest.mark.parametrize(
+    "what",
+    kept(RUNS, "causal", "divided layers"),
+)
 def test_compiled_blocks_train_as_eager_ones(pool: Pool, tmp_path: Path, what: str) -> None:
     name, world, mesh, sharding = RUNS[what]
     recipe, folder = prepare_case(CASES[name], tmp_path, "full", sharding=sharding)

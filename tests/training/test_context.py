@@ -12,6 +12,7 @@ import pytest
 from cases import CASES, FEW, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
+from sweeps import kept
 from test_numerics import hold
 from variants import CHECKPOINTED, CLIPPED
 
@@ -46,7 +47,12 @@ RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    kept(
+        RUNS, "full, two ranks", "lora, four ranks", "beside replicas", "packed documents", "sliding windows"
+    ),
+)
 def test_split_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
@@ -64,7 +70,10 @@ PASSED_ROUND: dict[str, tuple[str, str, int, ParallelDims, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("run", PASSED_ROUND)
+@pytest.mark.parametrize(
+    "run",
+    kept(PASSED_ROUND, "lora, beside data parallel", "experts, checkpointing"),
+)
 def test_keys_and_values_passed_round_train_as_gathered_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh, changes = PASSED_ROUND[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
@@ -89,7 +98,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    kept(VARIANTS, "selective checkpointing", "no reshard", "accelerate's layout"),
+)
 def test_every_way_to_shard_suits_split_sequences(pool: Pool, tmp_path: Path, variant: str) -> None:
     changes, settings = VARIANTS[variant]
     recipe, folder = prepare_case(CASES["causal"], tmp_path, "full", **changes)

@@ -14,6 +14,7 @@ from cases import CASES, prepare_case, recipe_for
 from pool import Pool
 from ranks import train
 from recipe_runs import work_in, write_folder
+from sweeps import kept
 from torch import nn
 
 from fsdptool.errors import ConfigError, ModelError
@@ -101,7 +102,10 @@ def recipe_of(name: str, adapter: Path) -> Recipe:
     return adapted(plain, resolve(str(adapter)))
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(
+    "kind",
+    kept(ADAPTERS, "tied tables saved apart", "DoRA", "rsLoRA, ranks and alphas by pattern", "rows"),
+)
 def test_training_continues_from_an_adapter_as_peft_does(pool: Pool, tmp_path: Path, kind: str) -> None:
     """Eight steps on two ranks against ``PeftModel.from_pretrained`` in one process: weights within 1e-6."""
     from peft import PeftModel
@@ -165,7 +169,9 @@ def logits(model: Any) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
+@pytest.mark.parametrize(
+    "kind", kept(EXPORTED, "tied tables saved apart", "DoRA, transposed", "rows of a tied table", "biases")
+)
 def test_peft_loads_an_exported_adapter_with_all_its_settings(pool: Pool, tmp_path: Path, kind: str) -> None:
     """Its logits are those of the checkpoint's values, and so are the merged model's."""
     from peft import PeftModel

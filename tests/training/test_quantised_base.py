@@ -16,6 +16,7 @@ from pool import Pool
 from quantised_cases import QUANTISED, WIDE, decoded, installed, load_big, quantised_recipe, train
 from reference import plain_model
 from safetensors.torch import load_file
+from sweeps import kept
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdptool.errors import ConfigError
@@ -72,7 +73,10 @@ def hold(
 
 
 @pytest.mark.parametrize("base", FORMATS)
-@pytest.mark.parametrize(("name", "world"), [("wide", 2), ("denoiser", 2), ("uneven", 4), ("moe", 2)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    kept([("wide", 2), ("denoiser", 2), ("uneven", 4), ("moe", 2)], ("uneven", 4), ("moe", 2)),
+)
 def test_training_equals_a_plain_loop_on_the_decoded_base(
     pool: Pool, tmp_path: Path, name: str, world: int, base: str
 ) -> None:
@@ -99,7 +103,10 @@ VARIANTS: dict[str, tuple[str, int, ParallelDims | None, dict[str, Any], dict[st
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    kept(VARIANTS, "selective checkpointing", "no reshard", "hybrid", "offload", "replicated adapters"),
+)
 def test_every_way_to_shard_a_quantised_base_gives_the_same_run(
     pool: Pool, tmp_path: Path, variant: str
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from cases import CASES, FEW, LLAMA, inputs_for, prepare_case
 from pool import Pool
 from ranks import train
+from sweeps import kept
 from test_numerics import hold
 
 from fsdptool.errors import ConfigError
@@ -47,7 +48,20 @@ RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    kept(
+        RUNS,
+        "lora, two ranks",
+        "beside data parallel",
+        "beside context",
+        "tied, norms of heads",
+        "fused, transposed",
+        "experts, mixtral",
+        "latent attention, adapters",
+        "joint attention",
+    ),
+)
 def test_divided_layers_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method)
@@ -72,7 +86,10 @@ SEQUENCE_RUNS: dict[str, tuple[str, str, int, ParallelDims]] = {
 }
 
 
-@pytest.mark.parametrize("run", SEQUENCE_RUNS)
+@pytest.mark.parametrize(
+    "run",
+    kept(SEQUENCE_RUNS, "adapters", "fused, transposed", "experts", "a head behind the gathered norm"),
+)
 def test_divided_sequences_train_as_whole_ones(pool: Pool, tmp_path: Path, run: str) -> None:
     name, method, world, mesh = SEQUENCE_RUNS[run]
     recipe, folder = prepare_case(CASES[name], tmp_path, method, sharding=SEQUENCE)

@@ -10,6 +10,7 @@ import reference
 import torch
 from cases import CASES
 from pool import Pool
+from sweeps import kept
 from uneven_cases import UNEVEN, WAYS, Batch, Way, micro_batch, on_one_rank, on_ranks, recipe, train
 
 from fsdptool.records.recipe import Optimizer, Recipe
@@ -40,9 +41,19 @@ RUNS = [
     ("qwen2-vl", "hybrid"),
 ]
 """One of each kind; benchmarks/training/uneven_parameters.py runs the rest, thirty steps."""
+OFTEN = (
+    ("experts", "replicated LoRA"),
+    ("experts", "hybrid, accumulation"),
+    ("experts alone", "reshard to two"),
+    ("experts alone", "checkpointing"),
+    ("tower", "hybrid, resume"),
+    ("switch", "clipping"),
+    ("llava", "accumulation"),
+)
+"""What is not left to a sweep."""
 
 
-@pytest.mark.parametrize(("name", "way"), RUNS)
+@pytest.mark.parametrize(("name", "way"), kept(RUNS, *OFTEN))
 def test_ranks_that_use_different_parameters_equal_one_rank(
     pool: Pool, tmp_path: Path, name: str, way: str
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from cases import CASES, inputs_for, prepare_case
 from pool import Pool
 from ranks import share, weights_of
+from sweeps import kept
 from test_steps import Memory, looped
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -112,7 +113,10 @@ WAYS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    kept(WAYS, "checkpointing", "unsharded", "average", "experts", "muon", "noise"),
+)
 def test_a_launched_step_does_not_wait_for_its_device(pool: Pool, tmp_path: Path, way: str) -> None:
     name, method, changes, settings = WAYS[way]
     recipe, folder = prepare_case(CASES[name], tmp_path, method, **changes)
@@ -155,7 +159,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    kept(OPTIMIZERS, "adamw", "muon", "adafactor"),
+)
 def test_a_step_that_is_not_finite_leaves_no_trace(pool: Pool, tmp_path: Path, optimizer: str) -> None:
     """Neither in the parameters nor in the moments, counts and averages; also as the first step."""
     recipe, folder = prepare_case(
