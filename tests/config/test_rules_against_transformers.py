@@ -12,6 +12,7 @@ from trainer_oracle import check_explained, run_trainer
 
 from fsdptool.config import read_settings
 from fsdptool.config.migrate import repair
+from fsdptool.files.text import SourceText
 
 # code, fsdp, fsdp_config, what transformers does: an error's text, or settings.
 CASES: dict[str, tuple[Any, dict[str, Any], str | dict[str, Any]]] = {
@@ -279,3 +280,24 @@ def test_fsdp2_as_a_word_is_told_what_to_write(tmp_path: Path) -> None:
     path.write_text("fsdp: fsdp2\nfsdp_config: {version: 2}\n")
     (finding,) = (item for item in read_settings(path).diagnostics if item.code == "FSD206")
     assert (finding.help or "").startswith("write fsdp: true")
+
+
+@pytest.mark.parametrize("lines", ["load_in_8bit: true\n", "load_in_4bit: true\n", "optim: adamw_bnb_8bit\n"])
+def test_what_bitsandbytes_cannot_do_with_sharded_parameters_is_named(lines: str) -> None:
+    fsdp = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\nfsdp: true\nfsdp_config:\n  version: "
+    found = {item.code for item in read_settings(SourceText(f"{lines}{fsdp}2\n"), dialect="trl").diagnostics}
+    assert found & {"FSD345", "FSD346"}
+    stored = lines + "bnb_4bit_quant_storage: bfloat16\n" if "in_4bit" in lines else "optim: adamw_torch\n"
+    others = (
+        read_settings(SourceText(f"{stored}{fsdp}2\n"), dialect="trl"),
+        read_settings(SourceText(f"{lines}{fsdp}1\n"), dialect="trl"),
+    )
+    assert not {item.code for reading in others for item in reading.diagnostics} & {"FSD345", "FSD346"}
+
+
+def test_the_version_is_not_read_before_transformers_5() -> None:
+    text = "output_dir: out\nfsdp: true\nfsdp_config:\n  version: 2\n"
+    assert read_settings(SourceText(text)).version == 2
+    before = read_settings(SourceText(text), target="transformers==4.57.6")
+    assert before.version == 1
+    assert [key.key for key in before.ignored] == ["version"]

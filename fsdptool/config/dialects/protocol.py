@@ -281,6 +281,7 @@ class LintContext:
         save_only_model: The Trainer's ``save_only_model``, where it is switched on.
         loads_best_model: Whether the Trainer loads the best model at the end.
         load_in_4bit: Whether the base model is quantised while it is loaded.
+        load_in_8bit: The entry that quantises the base model to 8 bits with bitsandbytes.
         migration_refusal: Why this file cannot become FSDP2, or None.
         trial: Whether a fix is being tried: only the findings count, and no migration is worked out.
     """
@@ -308,6 +309,7 @@ class LintContext:
     save_only_model: Entry | None = None
     loads_best_model: bool = False
     load_in_4bit: bool = False
+    load_in_8bit: Entry | None = None
     migration_refusal: str | None = None
     trial: bool = False
 

@@ -198,16 +198,19 @@ MEANING = (
          example=Example(FSDP2, FSDP2, "--target accelerate==1.5", "--target accelerate==1.15")),
     Rule("FSD345", "optimizer that does not work on sharded parameters", "warning",
          "SimpleTuner replaces optimi-*, bnb-* and soap optimizers under FSDP2; elsewhere they fail in the "
-         "first step. axolotl 0.19 refuses adamw_8bit and adamw_bnb_8bit under FSDP2, and muon under FSDP1.",
+         "first step. bitsandbytes 0.50 takes sharded parameters for plain tensors. axolotl 0.19 refuses "
+         "adamw_8bit and adamw_bnb_8bit under FSDP2, and muon under FSDP1.",
          "Choose an optimizer that works on DTensors (adamw).", "unsafe",
          example=Example(simpletuner('"optimizer": "optimi-adamw"'),
                          simpletuner('"optimizer": "adamw_bf16"'))),
     Rule("FSD346", "precision incompatible with sharding", "error",
          "SimpleTuner refuses quanto-quantised base models with FSDP2 (torchao int8 passes). axolotl 0.19 "
          "refuses RAM-efficient loading with load_in_4bit under FSDP2: only rank 0 would quantise, and the "
-         "scatter deadlocks.",
+         "scatter deadlocks. 8-bit weights of bitsandbytes lose their scales when FSDP2 shards them, and "
+         "4-bit weights that are stored as uint8 are not sharded.",
          "In SimpleTuner, choose another base_model_precision; in axolotl, set cpu_ram_efficient_loading "
-         "to false (--unsafe-fixes).", "unsafe",
+         "to false (--unsafe-fixes). Elsewhere, load the base in 4 bits, with bnb_4bit_quant_storage "
+         "bfloat16.", "unsafe",
          example=Example(simpletuner('"base_model_precision": "int8-quanto"'),
                          simpletuner('"base_model_precision": "int8-torchao"'))),
     Rule("FSD348", "dotted path as wrap policy", "error",
@@ -520,6 +523,10 @@ def _checkpointing(lint: LintContext) -> None:
 
 def _loading(lint: LintContext) -> None:
     consumer = lint.consumer
+    if lint.load_in_8bit is not None and lint.get("fsdp_version") == 2:
+        # bitsandbytes 0.50.2 under torch 2.13: 'Parameter' object has no attribute 'CB' in the first forward.
+        message = "8-bit weights of bitsandbytes lose their scales when FSDP2 shards them"
+        lint.report("FSD346", message, lint.load_in_8bit, help="load the base in 4 bits, or in 16")
     if (
         consumer.name == "accelerate"
         and lint.get("fsdp_version") == 2

@@ -516,6 +516,8 @@ def refuse(lint: LintContext, block: Node | None, version: int) -> None:
     four = lint.root.get("load_in_4bit")
     quantised = four is not None and four.node.value is True
     lint.load_in_4bit = quantised
+    eight = lint.root.get("load_in_8bit")
+    lint.load_in_8bit = eight if eight is not None and eight.node.value is True else None
     if quantised and version == 2 and lint.get("cpu_ram_efficient_loading") and ram is not None:
         lint.report_value(
             "FSD346",

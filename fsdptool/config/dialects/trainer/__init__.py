@@ -356,6 +356,28 @@ def read_config(lint: LintContext, block: Node | None) -> None:
             read_key(lint, key, name, entry, block, version)
     _read_fsdp1(lint, chosen, block, version)
     plugin.synchronise(lint)
+    if version == 2:
+        _judge_optimizer(lint, lint.root.get("optim"))
+
+
+_BITSANDBYTES = frozenset([
+    "adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit",
+    "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
+    "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
+])  # fmt: skip
+"""Optimizers that bitsandbytes computes (``OptimizerNames`` of transformers 5.23)."""
+
+
+def _judge_optimizer(lint: LintContext, entry: Entry | None) -> None:
+    """Report an optimizer whose kernels do not know DTensors (bitsandbytes 0.50.2)."""
+    if entry is None or entry.node.value not in _BITSANDBYTES:
+        return
+    lint.report_value(
+        "FSD345",
+        f"{entry.node.value} is bitsandbytes's, which takes sharded parameters for plain tensors",
+        entry,
+        help="use adamw_torch_fused, or adamw_torch_8bit of torchao",
+    )
 
 
 def _runs_xla(lint: LintContext, entry: Entry | None) -> bool:
@@ -492,6 +514,12 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         lint.set("fsdp_version", 2, entry=entry)
         lint.report_value("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry)
         return 2
+    if lint.consumer.name == "trainer" and lint.consumer.before(5):
+        # training_args.py of 4.57.6 has no version; 5.0.0 passes it on.
+        lint.ignore(entry, "transformers reads the version from 5.0 on")
+        lint.set("fsdp_version", 1)
+        lint.migration_refusal = f"{_transformers(lint)} runs FSDP1 whatever the version says: upgrade to 5.0"
+        return 1
     lint.set("fsdp_version", meant, entry=entry)
     if not isinstance(entry.node.value, int):
         try:

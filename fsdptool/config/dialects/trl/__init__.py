@@ -144,12 +144,14 @@ class Trl(Trainer):
         _judge_batch(lint)
         if root.get("fsdp") is None and root.get("fsdp_config") is None:
             self._read_launch(lint, root.get("accelerate_config"))
-            return
-        block = read_arguments(lint)
-        self._precision(lint)
+        else:
+            block = read_arguments(lint)
+            self._precision(lint)
+            if lint.configures_fsdp:
+                read_config(lint, block)
+                self._checkpointing(lint)
         if lint.configures_fsdp:
-            read_config(lint, block)
-            self._checkpointing(lint)
+            _judge_quantisation(lint)
 
     def _read_launch(self, lint: LintContext, entry: Entry | None) -> None:
         """FSDP comes from what the run is launched with; two such files are TRL's own."""
@@ -220,6 +222,36 @@ def _whole_number(lint: LintContext, key: str, default: int | None = None) -> in
         return default
     value = spelling.integer(entry.node.value)
     return value if value is not None and value > 0 else None
+
+
+def _judge_quantisation(lint: LintContext) -> None:
+    """Read how the base model is quantised; report 4-bit weights that accelerate cannot shard.
+
+    Source: TRL 1.16.0 ``trainer/utils.py:get_quantization_config`` passes ``bnb_4bit_quant_storage`` on,
+    which is uint8 where it is not written; accelerate 1.14.0 ``fsdp2_prepare_model`` excludes such weights
+    from sharding.
+    """
+    eight, four = lint.root.get("load_in_8bit"), lint.root.get("load_in_4bit")
+    lint.load_in_8bit = eight if eight is not None and eight.node.value is True else None
+    storage = lint.root.get("bnb_4bit_quant_storage")
+    if four is None or four.node.value is not True or lint.get("fsdp_version") != 2:
+        return
+    if storage is not None and storage.node.value not in (None, "uint8"):
+        return
+    if storage is None:
+        edits = lint.editor.add(lint.root, None, {"bnb_4bit_quant_storage": "bfloat16"})
+    else:
+        edits = lint.editor.replace(storage.node, "bfloat16")
+    lint.report(
+        "FSD346",
+        "4-bit weights that are stored as uint8 are not sharded: each GPU holds the whole base",
+        four,
+        severity="warning",
+        help="set bnb_4bit_quant_storage to the dtype of the other weights",
+        edits=edits,
+        safe=False,
+        fix="write bnb_4bit_quant_storage: bfloat16",
+    )
 
 
 def _judge_liger(lint: LintContext) -> None:
