@@ -171,6 +171,11 @@ def _read_script(path_or_text: str | Path | SourceText, path: str, conditions: C
         message, line, column = judged.refusal
         index = source.line_start(line) + column - 1
         return _failed("FSD104", message, consumer, conditions, path=path, source=source, index=index)
+    if source.text.count("Layer") + source.text.count("Block"):
+        from fsdptool.config.script_classes import absent_classes
+
+        absent = absent_classes(source, conditions.model)
+        judged = replace(judged, findings=(*judged.findings, *absent))
     return Reading(
         None, judged.findings, (), (), "python", consumer, conditions, path=source.path, source=source,
         changes=tuple({} for _ in judged.findings), suppressed=judged.suppressed,

@@ -34,11 +34,6 @@ _DATA_PARSERS = ("HfArgumentParser", "TrlParser")
 _TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
 
 
-def default_of(value: object, label: str, node: ast.AST | None) -> Const:
-    """Return a constant that counts where nobody gives another value."""
-    return given_by(value, f"default of {label}", node)
-
-
 def given_by(value: object, label: str, node: ast.AST | None) -> Const:
     """Return a constant that an argument is."""
     return Const(value, sources=(Thing("option", label=label, node=node),))
@@ -50,10 +45,12 @@ class RunInterpreter(Interpreter):
     Args:
         tree: The script.
         words: Its arguments.
+        defaults: Whether defaults count; else what they decide is not known.
     """
 
-    def __init__(self, tree: ast.Module, words: Sequence[str] = ()) -> None:
+    def __init__(self, tree: ast.Module, words: Sequence[str] = (), *, defaults: bool = True) -> None:
         super().__init__(tree)
+        self._defaults = defaults
         self._words = words
         self._flags, self._positional = _flags(words)
         self._used: set[str] = set()
@@ -96,6 +93,12 @@ class RunInterpreter(Interpreter):
             if isinstance(value, Const):
                 self._hold(name, value, function.node)
         return names
+
+    def _default_of(self, value: object, label: str, node: ast.AST | None) -> Value:
+        """Return a value that counts where nobody gives another one."""
+        if not self._defaults:
+            return Thing("unknown", label=label, node=node)
+        return given_by(value, f"default of {label}", node)
 
     # Parsers of command lines
 
@@ -166,7 +169,7 @@ class RunInterpreter(Interpreter):
             self._used.add(f"no_{name}")
             return given_by(False, label, declared.node)
         if action in ("store_true", "store_false"):
-            mark = default_of if given is None else given_by
+            mark = self._default_of if given is None else given_by
             return mark((action == "store_true") == (given is not None), label, declared.node)
         if given is not None:
             several = isinstance(given, list) or keywords.get("nargs") is not None
@@ -179,11 +182,11 @@ class RunInterpreter(Interpreter):
         if default is None or is_constant(default, None):
             if is_constant(keywords.get("required"), True) or not label.startswith("-"):
                 return Thing("missing", label=label, node=declared.node)
-            return default_of(None, label, declared.node)
+            return self._default_of(None, label, declared.node)
         if isinstance(default, Const):
             text = isinstance(default.value, str)
             value = self._converted(default.value, keywords.get("type")) if text else default.value
-            return default_of(value, label, declared.node)
+            return self._default_of(value, label, declared.node)
         return default
 
     def _converted(self, word: object, kind: Value | None) -> object:
@@ -273,7 +276,7 @@ class RunInterpreter(Interpreter):
                 value = field.keywords["default"]
             else:
                 return Thing("missing", label=name, node=node)
-        return default_of(value.value, name, node) if isinstance(value, Const) else value
+        return self._default_of(value.value, name, node) if isinstance(value, Const) else value
 
     def item(self, whole: Value, index: Value, node: ast.AST) -> Value:
         """Return an item of a value; those of ``sys.argv`` are the arguments."""
@@ -364,7 +367,7 @@ class RunInterpreter(Interpreter):
     def _variable(self, key: Value, default: Value | None, node: ast.AST) -> Value:
         name = key.value if isinstance(key, Const) else None
         if isinstance(default, Const) and default.value is not None and str(name) not in OF_ENVIRONMENT:
-            return default_of(default.value, f"${name}", node)
+            return self._default_of(default.value, f"${name}", node)
         return self._environment(key, node)
 
     # Expressions

@@ -62,7 +62,7 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
         return Judged()
     lines = text.split("\n")
     diagnostics: list[Diagnostic] = []
-    silenced: list[Diagnostic] = []
+    hushed: list[Diagnostic] = []
     spans = Spans(text)
     for (code, line, column), (node, message, change) in sorted(
         found.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])
@@ -76,8 +76,8 @@ def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:
         last = min(getattr(node, "end_lineno", line) or line, len(lines))
         if notebook is not None:
             item = _in_cell(item, notebook)
-        (silenced if _silenced(code, lines[line - 1 : last]) else diagnostics).append(item)
-    return Judged(tuple(diagnostics), tuple(silenced))
+        (hushed if silenced(code, lines[line - 1 : last]) else diagnostics).append(item)
+    return Judged(tuple(diagnostics), tuple(hushed))
 
 
 def _in_cell(item: Diagnostic, notebook: Notebook) -> Diagnostic:
@@ -125,7 +125,7 @@ def _findings(
     return found
 
 
-def _silenced(code: str, lines: list[str]) -> bool:
+def silenced(code: str, lines: list[str]) -> bool:
     """Say whether a comment on one of the lines of a finding silences it."""
     for line in lines:
         match = _NOQA.search(line)

@@ -56,12 +56,15 @@ _BEGIN = frozenset({
 })  # fmt: skip
 
 
-def read_script_run(source: SourceText, words: Sequence[str] = ()) -> ScriptRun | None:
+def read_script_run(
+    source: SourceText, words: Sequence[str] = (), *, defaults: bool = True
+) -> ScriptRun | None:
     """Return the run that a script starts; None where it starts none that is known.
 
     Args:
         source: The script, or a notebook.
         words: The arguments that the script is started with.
+        defaults: Whether defaults of arguments, variables and fields count; else what they decide is open.
 
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
@@ -70,7 +73,7 @@ def read_script_run(source: SourceText, words: Sequence[str] = ()) -> ScriptRun 
     if not isinstance(tree, ast.Module):
         message, line, _ = tree
         raise ConfigError(f"{source.path or 'the script'}:{line}: {message}")
-    interpreter = RunInterpreter(tree, words)
+    interpreter = RunInterpreter(tree, words, defaults=defaults)
     try:
         paths = interpreter.paths()
     except (TooLongError, RecursionError):
@@ -95,6 +98,9 @@ def read_script_run(source: SourceText, words: Sequence[str] = ()) -> ScriptRun 
             )
             for key, item in run.settings.items()
         }
+        run.classes = tuple(
+            NamedClass(item.name, item.module, places[item.line - 1][2] or item.line) for item in run.classes
+        )
     return run
 
 
@@ -168,6 +174,12 @@ class _Reader(ModelReader):
                         self._quantisation(item, at)
                 continue
             self.put(name, value, node, name)
+        for key in ("fsdp_config.transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap"):
+            wrapped = self.run.settings.get(key)
+            if wrapped is not None:
+                listed = wrapped.value if isinstance(wrapped.value, list) else [wrapped.value]
+                words = [word for entry in listed if isinstance(entry, str) for word in entry.split(",")]
+                self.run.classes += tuple(NamedClass(word.strip(), "", wrapped.line) for word in words)
         if event is not None and event.partly:
             self.run.problems.append(
                 f"line {event.node.lineno}: {given.kind} takes further arguments, which are not read"  # type: ignore[attr-defined]
@@ -344,7 +356,7 @@ class _Reader(ModelReader):
         self.say("wrap_classes", [item.name for item in self.run.classes], node, f"{kind}.classes")
 
     def _precision(self, value: Value | None, kind: str) -> None:
-        policy = made_by(value, kind)
+        policy = made_by(value, "MixedPrecisionPolicy", "MixedPrecision")
         if policy is not None:
             places = self.places(policy)
             for index, name in enumerate(("param_dtype", "reduce_dtype")):

@@ -42,7 +42,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class NamedClass:
-    """A class that a script names to be a unit: its name, its module (or empty), and its place."""
+    """A class that a script names to be a unit.
+
+    Attributes:
+        name: Its name.
+        module: The module it is imported from; empty where the script only says its name.
+        line: Line of the policy.
+    """
 
     name: str
     module: str
@@ -96,9 +102,8 @@ class SettingsReader:
         unread = None
         if not known:
             missing = made_by(value, "missing")
-            unread = (
-                f"{missing.label}, which has no default" if missing else text(written or ast.Constant(None))
-            )
+            unread = f"{missing.label}, which has no default" if missing else None
+            unread = unread or (text(written) if written is not None else "decided at run time")
         options = [item.label for item in value.sources if isinstance(item, Thing) and item.kind == "option"]
         if known and plain is None and options:
             unread = f"{options[0]}, which is None" if key == "model_name_or_path" else None

@@ -87,6 +87,12 @@ def layer_classes_of(family: str | None) -> tuple[str, ...]:
     return (named,) if named != flavour.model_class else ()
 
 
+@cache
+def layer_classes() -> frozenset[str]:
+    """Return the classes of the layers of every size of the catalogue."""
+    return frozenset(name for family, _ in _known().values() for name in layer_classes_of(family))
+
+
 def hub_id_of(family: str) -> str | None:
     """Return the name on the Hub that a size of the catalogue was published under, or None."""
     name, _, size = family.partition(":")

@@ -9,11 +9,14 @@ import pytest
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.config.described import describe_run
+from fsdptool.config.script_classes import absent_classes
 from fsdptool.config.script_runs import script_settings
 from fsdptool.errors import PlanError
 from fsdptool.files.text import SourceText
+from fsdptool.inspection import inspect
 from fsdptool.planning.file_run import bound_of, file_run, read_file_run
 from fsdptool.records.described_run import DescribedRun
+from fsdptool.source import resolve
 
 TRL = """
 import argparse
@@ -271,6 +274,36 @@ if __name__ == "__main__":
     assert "--allow-import" in str(caught.value.help)
     choice = file_run(run, None, "own_net.py", 2, trusted=True).recipe.model
     assert (choice.reference, choice.trust_remote_code) == ("own_net:Net", True)
+
+
+def lacking(text: str, model: str | None = None) -> list[tuple[str, int | None]]:
+    """Return what is said of classes in the policies of a script that the model lacks."""
+    anatomy = inspect(resolve(model)) if model is not None else None
+    return [(item.message, item.line) for item in absent_classes(SourceText(text, "train.py"), anatomy)]
+
+
+def test_a_policy_names_layers_of_another_model() -> None:
+    qwen = FSDP1.replace("model_name)", '"Qwen/Qwen3-8B")')
+    assert lacking(qwen) == [("Qwen/Qwen3-8B has no LlamaDecoderLayer: its layers are Qwen3DecoderLayer", 15)]
+    assert lacking(qwen.replace("policy=wrap,", "policy=wrap,  # noqa: FSD401")) == []
+    assert lacking(FSDP1.replace("model_name)", '"meta-llama/Llama-2-7b-hf")')) == []
+    both = "from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer" + qwen
+    assert lacking(both.replace("{LlamaDecoderLayer}", "{LlamaDecoderLayer, Qwen3DecoderLayer}")) == []
+    assert lacking(qwen.replace("Qwen/Qwen3-8B", "someone/unknown")) == []
+    assert lacking(qwen.replace("Qwen/Qwen3-8B", "llava-hf/llava-1.5-7b-hf")) == []
+    trainer = TRL.replace("Qwen3DecoderLayer", "Qwen2DecoderLayer")
+    assert lacking(trainer) == []
+    named = trainer.replace("args.model,", '"Qwen/Qwen3-8B",')
+    assert lacking(named) == [
+        ("Qwen/Qwen3-8B has no Qwen2DecoderLayer: its layers are Qwen3DecoderLayer", 27)
+    ]
+
+
+def test_a_policy_is_compared_with_the_model_that_is_given() -> None:
+    assert lacking(FSDP1, "llama3:tiny") == []
+    assert lacking(FSDP1.replace("LlamaDecoderLayer", "LlamaDecoderLayr"), "llama3:tiny") == [
+        ("LlamaForCausalLM has no LlamaDecoderLayr: did you mean LlamaDecoderLayer?", 15)
+    ]
 
 
 def test_a_module_that_starts_no_run(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,14 +182,18 @@ def _classes(lint: LintContext, anatomy: Anatomy) -> None:
         return
     for name in named:
         if name not in present:
-            near = spelling.nearest(name, present, cutoff=0.6)
-            hint = f": did you mean {near}?" if near else ""
-            lint.report_value("FSD401", f"{anatomy.spec.model_class} has no {name}{hint}", place, **fix)
+            lint.report_value("FSD401", absent(anatomy.spec.model_class, name, present), place, **fix)
         elif anatomy.modules and anatomy.modules[0].class_name == name:
             lint.report_value("FSD402", f"{name} is the whole model", place, **fix)
         elif _holds_embedding(anatomy, name):
             _embedding(lint, anatomy, name, fix)
     _coverage(lint, anatomy, [name for name in named if name in present], fix)
+
+
+def absent(model: str, name: str, present: Collection[str]) -> str:
+    """Return what is said of a class that a model lacks."""
+    near = spelling.nearest(name, present, cutoff=0.6)
+    return f"{model} has no {name}{f': did you mean {near}?' if near else ''}"
 
 
 def _hints(lint: LintContext, anatomy: Anatomy, fix: dict[str, Any]) -> None:
