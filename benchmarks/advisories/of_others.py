@@ -428,8 +428,8 @@ def trl_grpo_vllm_lora_names() -> Seen:
     return next((name for name in names if "base_model.model." in name or "lora_" in name), "")
 
 
-def _synced(model: Any) -> tuple[list[str], Any]:
-    """Return the list of names that are sent to vLLM, which is empty yet, and the method that sends them."""
+def _synced(model: Any) -> Any:
+    """Return a call that gives the names under which parameters of a prepared model are sent to vLLM."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     client = _Received()
@@ -437,20 +437,26 @@ def _synced(model: Any) -> tuple[list[str], Any]:
     made = accelerator()
     model, _ = prepared(made, model)
     vars(generation).update(model=model, accelerator=made, vllm_client=client, mode="server")
-    return client.names, lambda: generation._sync_fsdp2_params_to_vllm(model)
+
+    def names() -> list[str]:
+        if hasattr(generation, "_iter_fsdp2_params"):  # from 1.11 on
+            return [name for name, _ in generation._iter_fsdp2_params(model)]
+        generation._sync_fsdp2_params_to_vllm(model)
+        return client.names
+
+    return names
 
 
 @case("trl==1.9.2", "trl==1.10.0")
 def trl_vllm_sync_cuda_only() -> Seen:
     """Parameters on the CPU are sent to CUDA by name."""
-    return raised(_synced(llama())[1], "not compiled with CUDA", "NVIDIA driver")
+    return raised(_synced(llama()), "not compiled with CUDA", "NVIDIA driver")
 
 
 @case("trl==1.15.0", "trl==1.16.0")
 def trl_vllm_tied_head_sent_twice() -> Seen:
     """The tied head is sent beside the embedding."""
-    names, send = _synced(llama(tie_word_embeddings=True))
-    send()
+    names = _synced(llama(tie_word_embeddings=True))()
     assert names
     return next((name for name in names if name == "lm_head.weight"), "")
 
@@ -465,7 +471,7 @@ def trl_chunked_nll_lora_mixed_tensors() -> Seen:
     return raised(lambda: micro_batch(made, *prepared(made, model)), "mixed torch.Tensor and DTensor")
 
 
-@case("trl==1.6.0", "trl==1.7.0")
+@case("trl==1.6.0", "trl==1.7.0", beside="accelerate==1.12.0")
 def trl_chunked_nll_gathers_head_per_chunk() -> Seen:
     """The head is gathered once for each chunk of the loss."""
     from torch.distributed.tensor.debug import CommDebugMode

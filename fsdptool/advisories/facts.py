@@ -69,7 +69,7 @@ def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None 
         ConfigError: The text cannot be parsed, or no program is known that reads it.
     """
     described, written = describe_written(source, files=files)
-    reading = judged_or_failed(source, Conditions(files=files))
+    reading = judged_or_failed(source, Conditions(files=files), fixes=False)
     if described is None and reading.dialect is None:
         first = reading.errors[0] if reading.errors else None
         raise ConfigError(first.message if first else "no program is known that reads the file")

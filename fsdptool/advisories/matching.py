@@ -45,9 +45,11 @@ def findings(facts: RunFacts, versions: Versions, ignored: Collection[str] = ())
     return tuple(sorted((item for item in found if item), key=lambda item: (item.verdict, item.id)))
 
 
-def diagnostics(facts: RunFacts, versions: Versions, path: str | None) -> Iterator[Diagnostic]:
-    """Yield a finding FSD376 for every advisory that applies to the run of a file."""
-    for item in findings(facts, versions):
+def diagnostics(
+    facts: RunFacts, versions: Versions, path: str | None, ignored: Collection[str] = ()
+) -> Iterator[Diagnostic]:
+    """Yield a finding FSD376 for every advisory that applies to the run of a file, but for those ignored."""
+    for item in findings(facts, versions, ignored):
         if item.verdict != "applies" or item.effect == "cosmetic":
             continue
         repaired = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 from fsdptool.config.dialects import known_programs
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
-from fsdptool.config.reader import judged_or_failed
+from fsdptool.config.reader import judged_or_failed, read_comments
 from fsdptool.config.result import Conditions, Reading, Verdict
 from fsdptool.config.rules import RULES
 from fsdptool.config.rules.model import Hardware, Need
@@ -245,8 +245,22 @@ def _with_known_bugs(reading: Reading) -> Reading:
         facts = read_facts(source, versions, reading.conditions.files)
     except ConfigError:
         return reading
-    bugs = diagnostics(facts, versions, reading.path)
-    return replace(reading, diagnostics=(*reading.diagnostics, *bugs))
+    named = [_RULES_OF_BUGS.get(item.code, "") for item in reading.diagnostics]
+    comments = read_comments(source)
+    bugs = list(diagnostics(facts, versions, reading.path, named))
+    silenced = [item for item in bugs if comments.silences(item)]
+    return replace(
+        reading,
+        diagnostics=(*reading.diagnostics, *(item for item in bugs if item not in silenced)),
+        suppressed=(*reading.suppressed, *silenced),
+    )
+
+
+_RULES_OF_BUGS = {
+    "FSD345": "bitsandbytes-8bit-optimizer-fsdp2",
+    "FSD358": "accelerate-ram-loading-with-cpu-offload",
+}
+"""Rules that say the same of a file as an advisory, which is left out beside them."""
 
 
 def conditions(options: LintOptions) -> Conditions:

@@ -70,16 +70,19 @@ def judge_file(path_or_text: str | Path | SourceText, conditions: Conditions) ->
     return withhold_refused(reading) if any(item.fix is not None for item in reading.diagnostics) else reading
 
 
-def judged_or_failed(path_or_text: str | Path | SourceText, conditions: Conditions) -> Reading:
+def judged_or_failed(
+    path_or_text: str | Path | SourceText, conditions: Conditions, *, fixes: bool = True
+) -> Reading:
     """Read a file as :func:`judge_file`; whatever it holds, the other files of a call are judged as well.
 
-    A failure of our own is a finding of the file.
+    A failure of our own is a finding of the file. Without ``fixes``, none is tried and no migration is worked
+    out, which takes half of the time.
 
     Raises:
         ConfigError: As :func:`read_settings`.
     """
     try:
-        return judge_file(path_or_text, conditions)
+        return judge_file(path_or_text, conditions) if fixes else _read(path_or_text, conditions, trial=True)
     except FsdptoolError:
         raise
     except Exception as error:

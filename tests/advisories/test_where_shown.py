@@ -56,6 +56,21 @@ def test_validate_names_bugs_of_the_target(tmp_path: Path, target: str | None, f
     assert all("accelerate-checkpointing-of-children" in item.message for item in bugs)
 
 
+def test_a_known_bug_is_silenced_by_a_comment_and_not_repeated_beside_its_rule(tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text("# fsdptool: ignore[FSD376]\n" + LAUNCH, encoding="utf-8")
+    (reading,) = fsdptool.validate(file, target="accelerate==1.14.0").readings
+    assert "FSD376" not in [item.code for item in reading.diagnostics]
+    assert "FSD376" in [item.code for item in reading.suppressed]
+    offload = "  fsdp_offload_params: true\n  fsdp_cpu_ram_efficient_loading: true\n"
+    file.write_text(LAUNCH + offload, encoding="utf-8")
+    (reading,) = fsdptool.validate(file, target="accelerate==1.12.0").readings
+    assert "FSD358" in [item.code for item in reading.diagnostics]
+    assert not [
+        item for item in reading.diagnostics if "accelerate-ram-loading-with-cpu-offload" in item.message
+    ]
+
+
 @pytest.mark.parametrize(("accumulation", "verdicts"), [(2, ["may_apply"]), (1, [])])
 def test_a_run_of_the_own_trainer_is_compared(accumulation: int, verdicts: list[str]) -> None:
     recipe = Recipe(ModelChoice("llama3:tiny"), batch=Batch(accumulation=accumulation))
