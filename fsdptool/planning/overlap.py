@@ -237,13 +237,11 @@ def time_step(
     shared = sum(inward) + sum(outward)
     teaching = _teacher_time(teacher, shard, context, run.prefetch)
     total = compute = communication = hidden = 0.0
-    for index in range(run.accumulation):
-        seconds, link = whole if index == run.accumulation - 1 else kept
-        total += seconds + teaching.seconds
-        compute += busy + teaching.compute
-        communication += link + teaching.communication
-        communication += shared
-        hidden += max(link + shared - (seconds - busy), 0.0)
+    for times, (seconds, link) in ((run.accumulation - 1, kept), (1, whole)):
+        total += times * (seconds + teaching.seconds)
+        compute += times * (busy + teaching.compute)
+        communication += times * (link + teaching.communication + shared)
+        hidden += times * max(link + shared - (seconds - busy), 0.0)
     update = max(
         run.optimizer_bytes / memory_rate(gpu, machine),
         run.optimizer_operators * machine.kernel_latency,
