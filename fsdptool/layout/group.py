@@ -88,7 +88,7 @@ def group(
         policy = sharding.checkpointing
         (selection,) = policy.per_block(1) if policy.mode == "selective" else (BlockPolicy(1),)
         units = accelerate_units(anatomy, sharding, ignored, selection.saved)
-        dtypes = accelerate_dtypes(sharding)
+        dtypes = accelerate_dtypes(anatomy, sharding)
     else:
         ignored |= whole
         units = native_units(anatomy, sharding, ignored, experts)
@@ -218,14 +218,17 @@ class Dtypes:
     inputs: str | None
 
 
-def accelerate_dtypes(sharding: ResolvedSharding) -> Dtypes:
+def accelerate_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:
     """Return what accelerate 1.15 sets: one dtype for parameters, reduction and outputs.
 
     Trainable parameters are upcast to fp32 masters whenever precision is not ``no``
-    (``accelerate/utils/fsdp_utils.py:fsdp2_prepare_model``).
+    (``accelerate/utils/fsdp_utils.py:fsdp2_prepare_model``). Without mixed precision scripts cast the inputs
+    of a 16-bit model themselves (diffusers 0.39, ``examples/dreambooth/train_dreambooth_flux.py``:
+    ``weight_dtype``).
     """
     compute = sharding.compute_dtype
-    return Dtypes(compute, compute, compute, "float32" if compute else None, compute)
+    inputs = compute or _prevailing(anatomy)
+    return Dtypes(compute, compute, compute, "float32" if compute else None, inputs)
 
 
 def native_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:

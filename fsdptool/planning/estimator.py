@@ -303,14 +303,16 @@ class Estimator:
         """Return what rank 0 holds at a point."""
         return self._rank(point, self._at(point, cluster)[0]).memory.rank
 
-    def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit:
-        """Return the FSDP unit that takes the most bytes when it is gathered."""
+    def largest_unit(self, point: SearchPoint, cluster: Cluster) -> GatheredUnit | None:
+        """Return the unit that takes the most bytes when it is gathered; None where FSDP manages nothing."""
 
         def size(weights: ShardedParameter) -> int:
             return weights.whole * weights.gathered
 
         share = max(self.rank_of(point, cluster).shares, key=lambda share: sum(map(size, share.weights)))
-        largest = max(share.weights, key=size)
+        largest = max(share.weights, key=size, default=None)
+        if largest is None:
+            return None
         return GatheredUnit(
             id=share.unit.id,
             class_name=share.unit.class_name,

@@ -219,7 +219,7 @@ def file_run(
         options["pp"] = run.mesh.pp
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
-    if run.fsdp == "none" and ranks > 1 and run.method in (None, "full"):
+    if run.fsdp == "none" and ranks > 1 and run.method in (None, "full") and not _is_pure(run):
         limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
     if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in LAUNCHED:
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
@@ -455,7 +455,7 @@ def _suited(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettin
 def _settings(run: DescribedRun) -> FsdpSettings:
     mesh = run.mesh
     frozen = run.method not in (None, "full")
-    pure = run.stored_dtype == run.compute_dtype and not frozen
+    pure = _is_pure(run)
     # Without FSDP autocast keeps its copies of the weights for backward, as FSDP does without resharding.
     cached = run.fsdp == "none" and not frozen and not pure
     return FsdpSettings(
@@ -474,6 +474,11 @@ def _settings(run: DescribedRun) -> FsdpSettings:
         num_processes=run.processes,
         ignored_modules=_whole_modules(run) if run.fsdp == "none" and (pure or frozen) else None,
     )
+
+
+def _is_pure(run: DescribedRun) -> bool:
+    """Whether all parameters are trained in the dtype that they are stored in."""
+    return run.stored_dtype == run.compute_dtype and run.method in (None, "full")
 
 
 def _whole_modules(run: DescribedRun) -> str:

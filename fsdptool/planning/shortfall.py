@@ -59,13 +59,16 @@ def find_shortfall(
             divided += item.bytes or 0
     kind = max(kinds, key=lambda name: kinds[name])
     cluster = inputs.clusters[candidate.settings.cluster]
+    unit = None
+    if kind is ShortfallKind.GATHERED_UNITS:
+        unit = estimator.largest_unit(candidate.settings, cluster)
+        if unit is None:  # every rank holds a copy: these are its gradients, and the buckets that sum them
+            kind = ShortfallKind.STATES
+            kinds[kind] += kinds[ShortfallKind.GATHERED_UNITS]
     # What any number of ranks would leave; of activations, context parallelism may divide a part.
     remaining = (candidate.device_total_bytes or 0) - divided
     if kind is ShortfallKind.GATHERED_UNITS:
         remaining = kinds[kind] + needed_outside(candidate)
-    unit = None
-    if kind is ShortfallKind.GATHERED_UNITS:
-        unit = estimator.largest_unit(candidate.settings, cluster)
     return Shortfall(
         kind=kind,
         candidate=candidate.id,

@@ -13,6 +13,7 @@ from fsdptool.memory.simulation.collectives import (
     DEVICES,
     alike,
     copies_of_gradients,
+    gradient_buckets,
     reduction,
     rounded_sum,
     unshard_buffers,
@@ -150,3 +151,18 @@ def test_inputs_of_many_micro_batches_are_as_many_bytes_in_few_allocations(count
     made = alike(sizes, count, 512)
     assert rounded_sum(made, 512) == rounded_sum(sizes, 512) * count
     assert made == sizes * count if count <= 512 else len(made) < 3 * 1024
+
+
+def test_buckets_of_plain_data_parallelism_are_those_of_its_reducer() -> None:
+    shapes = (((1 << 20, 13), "bfloat16"), ((900, 1000), "float32"), ((3, 1 << 20), "bfloat16")) * 3
+    parameters = tuple(Parameter(f"weight{n}", shape, dtype) for n, (shape, dtype) in enumerate(shapes))
+    frozen = Parameter("frozen", (1 << 20,), "float32", trainable=False)
+    plan = UnitPlan("accelerate", (), None, None, None, ignored=(*parameters, frozen))
+    buckets = gradient_buckets(plan, grain=1)
+    assert buckets is not None
+    with torch.device("meta"):
+        tensors = [torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in reversed(parameters)]
+    theirs, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, [1 << 20, 25 << 20])
+    assert sorted(buckets.sizes) == sorted(
+        sum(tensors[index].nbytes for index in indices) for indices in theirs
+    )

@@ -46,6 +46,8 @@ WIDTH = {
 
 _SINGLY = 512
 """Micro-batches of a step whose inputs are allocated one by one."""
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+"""Bytes above which a bucket of plain data parallelism takes no further gradient."""
 _FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -380,6 +382,26 @@ def replicated_messages(plan: UnitPlan, grain: int) -> list[Block]:
         sizes = (size, size) if WIDTH.get(dtype, 4) < 4 else (size,)
         messages.append(Block(ALL_REDUCE, rounded_sum(sizes, grain), sizes))
     return messages
+
+
+def gradient_buckets(plan: UnitPlan, grain: int) -> Block | None:
+    """Return the buckets in which plain data parallelism sums gradients: as many bytes as these, all along.
+
+    They fill in the order of backward, the first up to 1 MiB and each other one up to 25 MiB (torch 2.13,
+    ``csrc/distributed/c10d/reducer.cpp:compute_bucket_assignment_by_size``). Programs leave
+    ``gradient_as_bucket_view`` off, which would make the gradients views of them. None where FSDP manages
+    everything that is trained.
+    """
+    filled: dict[str, list[int]] = {}
+    for parameter in reversed(plan.ignored):
+        if parameter.trainable:
+            dtype = stored_dtype(parameter, plan)
+            buckets = filled.setdefault(dtype, [0])
+            if buckets[-1] >= (_FIRST_BUCKET if len(buckets) == 1 else _BUCKET):
+                buckets.append(0)
+            buckets[-1] += parameter.numel * WIDTH.get(dtype, 4)
+    sizes = tuple(size for buckets in filled.values() for size in buckets)
+    return Block(ALL_REDUCE, rounded_sum(sizes, grain), sizes) if sizes else None
 
 
 def full_tensor(weights: ShardedParameter, width: int, device: MemoryDevice, ranks: int) -> tuple[int, ...]:

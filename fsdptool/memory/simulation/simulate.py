@@ -9,6 +9,7 @@ from fsdptool.memory.simulation.collectives import (
     WIDTH,
     MemoryDevice,
     alike,
+    gradient_buckets,
     replicated_messages,
     rounded,
     rounded_sum,
@@ -174,6 +175,10 @@ def simulate(
     if reads_ahead and complete:
         # Each step finds its own here, adds those of the next one, and drops its own.
         ledger.add(inputs)
+    if loop.program != OWN_LOOP.program and mesh.dp_replicate > 1 and prepared.rank.degree == 1:
+        buckets = gradient_buckets(prepared.rank.plan, grain)
+        if buckets is not None:
+            ledger.add(buckets)
     if warm and complete:
         ledger.whole = RunPhase.FIRST_STEP
         _step(schedule, teacher, recipe, states, loop, inputs, first=True)
@@ -211,7 +216,8 @@ def _step(
         schedule.micro_batch(pieces, sync, teacher_output=output)
     ledger.note("optimizer step")
     ledger.begin(RunPhase.OPTIMIZER)
-    _reduce_replicated(schedule)
+    if loop.program == OWN_LOOP.program:
+        _reduce_replicated(schedule)
     if first:
         _add(ledger, states, OPTIMIZER)
     if states.update is not None:
