@@ -194,6 +194,32 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
     assert any("does not use FSDP" in line for line in words.described(two))
 
 
+def test_copies_that_are_trained_as_they_are_stored_have_the_buckets_of_their_gradients(
+    tmp_path: Path,
+) -> None:
+    """A step of the message that fsdptool's trainer sends instead would hold four times the weights."""
+    sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 128, "num_attention_heads": 4}
+    config, path = tmp_path / "config.json", tmp_path / "train.args"
+    config.write_text(
+        json.dumps(
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, "num_hidden_layers": 1}
+        )
+    )
+    gpus = tmp_path / "gpus.yaml"
+    gpus.write_text(
+        "gpus: [{name: Tiny, memory_bytes: 1200000000, flops: {float32: 1.0e13, bfloat16: 1.0e14},"
+        " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e11, source: test}]"
+    )
+    words_of_run = (
+        "NPROC_PER_NODE=2 swift sft --train_type full --torch_dtype bfloat16 --optim sgd --max_length 64"
+    )
+    plan = planned(path, words_of_run + " --packing true", str(config), gpu="Tiny", gpus_file=gpus)
+    sizes_of = {component.name: component.bytes for component in plan.candidates[0].components}
+    assert sizes_of["all-reduce buffers"] == sizes_of["replicated parameters"]
+    assert plan.shortfall is not None
+    assert plan.shortfall.kind == "states"
+
+
 def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: str, tmp_path: Path) -> None:
     """Their fp32 copies meet a base in 16 bits, which autocast allows."""
     head, _, _ = AXOLOTL.partition("fsdp_version")
