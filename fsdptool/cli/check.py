@@ -20,6 +20,7 @@ class CheckFormat(StrEnum):
     JSON = "json"
     GITHUB = "github"
     MARKDOWN = "markdown"
+    SARIF = "sarif"
 
 
 @takes(CheckOptions)
@@ -30,7 +31,10 @@ def command(
     ] = None,
     format: Annotated[
         CheckFormat,
-        typer.Option("--format", help="Output format: github annotates lines, markdown is a comment."),
+        typer.Option(
+            "--format",
+            help="Output format: github annotates lines, markdown is a comment, sarif is for code scanning.",
+        ),
     ] = CheckFormat.TEXT,
     **options: Any,
 ) -> int:
@@ -55,6 +59,8 @@ def command(
     if format is CheckFormat.JSON:
         named = [str(path) for path in files or ()]
         print_document(answer("check", [named, options], report).document())
+    elif format is CheckFormat.SARIF:
+        print_document(checks.sarif_document(report))
     elif format is CheckFormat.TEXT:
         for line in checks.text_lines(report):
             answer_line(line)

@@ -1,14 +1,15 @@
-"""What ``check`` says of training files: as text, as annotations of GitHub, and as a comment in Markdown."""
+"""What ``check`` says of training files: as text, annotations of GitHub, a comment in Markdown, and SARIF."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from fsdptool.formatting import amount, printable
 from fsdptool.records.advice import SuggestionKind
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
-from fsdptool.report.code_scanning import workflow_command
+from fsdptool.report.code_scanning import artifact, sarif_log, workflow_command
 
 VERDICTS: Mapping[CheckVerdict, str] = {
     "fits": "fits",
@@ -120,14 +121,52 @@ def _listed(report: CheckReport) -> Iterable[CheckedFile]:
 
 def github_lines(report: CheckReport) -> Iterator[str]:
     """Yield a workflow command for each file that does not fit, or about which nothing certain is known."""
-    for item in _listed(report):
-        if item.verdict not in _LEVELS:
-            continue
+    for item in _told(report):
         line = str(item.line) if item.line is not None else None
         fields = {"title": "fsdptool check", "file": item.changed_in or item.path, "line": line}
-        about = "" if item.changed_in in (None, item.path) else f"{item.path}: "
-        said = f"{about}{VERDICTS[item.verdict]}: {message(item)}"
-        yield workflow_command(_LEVELS[item.verdict], fields, said, item.help).rstrip("\n")
+        yield workflow_command(_LEVELS[item.verdict], fields, _said(item), item.help).rstrip("\n")
+
+
+def sarif_document(report: CheckReport) -> dict[str, Any]:
+    """Return the log: one run, a rule for each verdict, and a result for each file that GitHub is told of."""
+    told = list(_told(report))
+    names = sorted({item.verdict for item in told})
+    results = []
+    for item in told:
+        location: dict[str, Any] = {"artifactLocation": artifact(item.changed_in or item.path)}
+        if item.line is not None:
+            location["region"] = {"startLine": item.line}
+        results.append(
+            {
+                "ruleId": item.verdict,
+                "ruleIndex": names.index(item.verdict),
+                "level": _sarif_level(item.verdict),
+                "message": {"text": _said(item) + (f" ({printable(item.help)})" if item.help else "")},
+                "locations": [{"physicalLocation": location}],
+            }
+        )
+    rules = [
+        {
+            "id": name,
+            "shortDescription": {"text": f"The run of a training file: {VERDICTS[name]}"},
+            "defaultConfiguration": {"level": _sarif_level(name)},
+        }
+        for name in names
+    ]
+    return sarif_log(rules, results)
+
+
+def _sarif_level(verdict: CheckVerdict) -> str:
+    return "error" if _LEVELS[verdict] == "error" else "note"
+
+
+def _told(report: CheckReport) -> Iterator[CheckedFile]:
+    return (item for item in _listed(report) if item.verdict in _LEVELS)
+
+
+def _said(item: CheckedFile) -> str:
+    about = "" if item.changed_in in (None, item.path) else f"{printable(item.path)}: "
+    return f"{about}{VERDICTS[item.verdict]}: {message(item)}"
 
 
 def markdown_lines(report: CheckReport) -> Iterator[str]:

@@ -108,6 +108,14 @@ def test_a_run_that_does_not_fit_fails_with_what_the_change_did(
     assert run(["check", "--base", "HEAD", "--format", "github"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("::error title=fsdptool check,file=train.yaml,line=6::does not fit: needs ")
+    assert run(["check", "--base", "HEAD", "--format", "sarif"]) == 1
+    log = json.loads(capsys.readouterr().out)
+    (result,) = log["runs"][0]["results"]
+    place = {"artifactLocation": {"uri": "train.yaml"}, "region": {"startLine": 6}}
+    assert result["locations"] == [{"physicalLocation": place}]
+    assert result["level"] == "error"
+    assert result["message"]["text"].startswith("does not fit: needs ")
+    assert log["runs"][0]["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == "does_not_fit"
     assert run(["check", "--base", "HEAD", "--format", "markdown"]) == 1
     table = capsys.readouterr().out
     assert "| file | verdict | needs | before | smallest change that fits |" in table
