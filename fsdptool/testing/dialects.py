@@ -5,11 +5,12 @@ In a plugin's tests::
     from fsdptool.testing.dialects import assert_conforms
 
     def test_my_dialect() -> None:
-        assert_conforms(MyDialect(), fsdp1=["a file that runs FSDP1\n..."])
+        assert_conforms(MyDialect(), fsdp1=["a file that runs FSDP1\n..."], runs=["a whole run\n..."])
 
 Every setting is written and read back; what the dialect says it cannot express must be refused by name; its
 files must be recognised, and nobody else's; files with damaged values must be read without an exception, with
-every finding and fix at a place that exists; FSDP1 files must become FSDP2 with the same meaning.
+every finding and fix at a place that exists; FSDP1 files must become FSDP2 with the same meaning. Files of
+whole runs must be described with every key, and what is written of a run must be read back as that run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from typing import Any, cast
 
 from fsdptool.config.canonical import BOOLEANS, COMMON
 from fsdptool.config.dialects import CERTAIN, load_registry
-from fsdptool.config.dialects.protocol import API_VERSION, Dialect, parse_source
+from fsdptool.config.dialects.protocol import API_VERSION, Dialect, RunFormat, parse_source
+from fsdptool.config.dialects.run_reader import RunFile
+from fsdptool.config.dialects.run_writer import RunWriter
 from fsdptool.config.edits import Editor
 from fsdptool.config.migrate import repair
 from fsdptool.config.programs import PROGRAMS
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading
+from fsdptool.config.translation import differing
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.files.tree import Entry, Node, ParseError
+from fsdptool.files.tree import Entry, Node, ParseError, to_python
 from fsdptool.files.yaml_tree import parse_yaml
+from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import apply_edits
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.sharding import FsdpSettings
@@ -79,22 +84,23 @@ VARIANTS: dict[str, tuple[FsdpSettings, ...]] = {
 """Canonical setting to settings that differ from :data:`BASE` in it."""
 
 
-def assert_conforms(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> None:
+def assert_conforms(dialect: Dialect, *, fsdp1: Iterable[str] = (), runs: Iterable[str] = ()) -> None:
     """Check a dialect.
 
     Args:
         dialect: An instance; it need not be installed.
         fsdp1: Texts of files that run FSDP1 and can become FSDP2.
+        runs: Texts of files that describe whole runs, as the program accepts them.
 
     Raises:
         AssertionError: Lists every problem.
     """
-    problems = check_dialect(dialect, fsdp1=fsdp1)
+    problems = check_dialect(dialect, fsdp1=fsdp1, runs=runs)
     if problems:
         raise AssertionError("\n".join(f"{getattr(dialect, 'name', '?')}: {problem}" for problem in problems))
 
 
-def check_dialect(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> list[str]:
+def check_dialect(dialect: Dialect, *, fsdp1: Iterable[str] = (), runs: Iterable[str] = ()) -> list[str]:
     """Return what is wrong with a dialect; every exception it raises is a problem."""
     problems = list(_attributes(dialect))
     if problems:
@@ -102,6 +108,10 @@ def check_dialect(dialect: Dialect, *, fsdp1: Iterable[str] = ()) -> list[str]:
     checks = [("writing and reading", _round_trips(dialect)), ("recognising files", _recognition(dialect))]
     checks += [("damaged files", _damaged(dialect))]
     checks += [("migrating FSDP1", _migrates(dialect, text)) for text in fsdp1]
+    checks += [("describing a run", _describes(dialect, text)) for text in runs]
+    if writes := type(dialect).write_run is not RunFormat.write_run:
+        checks += [("writing a run", _writes(dialect, run)) for run in _FOREIGN_RUNS]
+    checks += [("writing a run", _writes_again(dialect, text)) for text in runs if writes]
     for what, messages in checks:
         try:
             problems.extend(messages)
@@ -279,3 +289,96 @@ def _migrates(dialect: Dialect, text: str) -> Iterator[str]:
     comments = [line.strip() for line in text.splitlines() if line.strip().startswith("#")]
     if after.source is not None and any(comment not in after.source.text for comment in comments):
         yield "migrating loses a comment"
+
+
+_FOREIGN_RUNS = (
+    DescribedRun("trl", "1.0", model="org/model", method="full", objective="sft", micro_batch=2, fsdp="none"),
+    DescribedRun(
+        "axolotl", "1.0", model="org/model", method="qlora", lora_rank=16, quantisation="nf4", objective="dpo"
+    ),
+    DescribedRun("diffusers", "1.0", model="org/model", method="full", objective="diffusion", height=512),
+)
+"""Runs of other programs: each is written, or refused."""
+
+
+def _described(dialect: Dialect, text: str) -> DescribedRun | None:
+    """Return the run of a file.
+
+    Raises:
+        ParseError: The text cannot be parsed.
+    """
+    root = parse_source(SourceText(text), dialect).root
+    return dialect.describe(RunFile(to_python(root))) if root is not None else None
+
+
+def _describes(dialect: Dialect, text: str) -> Iterator[str]:
+    document = parse_source(SourceText(text), dialect)
+    assert document.root is not None
+    if dialect.describes(document.root) < CERTAIN:
+        yield "does not recognise the file of a run"
+    run = _described(dialect, text)
+    if run is None:
+        yield "does not describe the file of a run"
+        return
+    if run.program != dialect.name:
+        yield f"describes a run of {run.program}, and its name is {dialect.name}"
+    yield from (f"the file of a run has a problem: {problem}" for problem in run.problems)
+    keys = run.keys
+    told = {*keys.used, *keys.no_effect, *keys.learning, *(item.key for item in keys.not_modelled)}
+    for entry, path in _paths(document.root):
+        parts = path.split(".")
+        if not any(".".join(parts[:count]) in told for count in range(1, len(parts) + 1)):
+            yield f"{path} is in none of the lists of keys"
+        edits = Editor(SourceText(text), document).replace(entry.node, "bogus-value")
+        if edits is None:
+            continue
+        try:
+            damaged = _described(dialect, apply_edits(text, list(edits)))
+        except Exception as error:
+            yield f"{path}: bogus-value raised {type(error).__name__}: {error}"
+            continue
+        if path in keys.used and damaged == run:
+            yield f"{path}: bogus-value neither changes a fact nor is a problem"
+
+
+def _paths(node: Node, prefix: str = "") -> Iterator[tuple[Entry, str]]:
+    """Yield the entries with scalars, and their keys from the root on."""
+    for entry in node.entries:
+        path = f"{prefix}{entry.key}"
+        if entry.node.kind == "map":
+            yield from _paths(entry.node, f"{path}.")
+        elif entry.node.kind == "scalar":
+            yield entry, path
+
+
+def _writes_again(dialect: Dialect, text: str) -> Iterator[str]:
+    run = _described(dialect, text)
+    if run is not None:
+        yield from _writes(dialect, run)
+
+
+def _writes(dialect: Dialect, run: DescribedRun) -> Iterator[str]:
+    """Yield what is wrong with the file of a run; a refusal is an answer, but for a run of the program."""
+    writer = RunWriter(run, dialect.name)
+    about = f"a run of {run.program}"
+    try:
+        dialect.write_run(writer)
+    except ConfigError as error:
+        if run.program == dialect.name:
+            yield f"{about} is refused: {error.message}"
+        return
+    text = writer.rendered(())
+    root = parse_source(SourceText(text), dialect).root
+    back = _described(dialect, text)
+    if root is None or back is None or dialect.describes(root) < CERTAIN:
+        yield f"does not recognise the file that it wrote of {about}"
+        return
+    yield from (f"the file that it wrote of {about} has a problem: {problem}" for problem in back.problems)
+    if run.program != dialect.name:
+        return
+    for name, wanted, got in differing(run, back):
+        if name not in writer.cannot:
+            yield f"{name} of {about} is written as {got!r} instead of {wanted!r}, without a reason"
+    for name, value in run.learning.items():
+        if back.learning.get(name) != value and f"learning.{name}" not in writer.cannot:
+            yield f"learning.{name} of {about} is written as {back.learning.get(name)!r}, without a reason"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +17,12 @@ from fsdptool.config import read_settings
 from fsdptool.config.dialects import DialectRegistry, load_registry
 from fsdptool.config.dialects.accelerate import Accelerate
 from fsdptool.config.dialects.protocol import Dialect, LintContext
+from fsdptool.config.dialects.run_reader import RunFile
+from fsdptool.config.dialects.run_writer import RunWriter
+from fsdptool.config.dialects.torchtitan import Torchtitan
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Node
+from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import IgnoredKey
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.testing.dialects import assert_conforms, check_dialect
@@ -42,11 +47,81 @@ FSDP1 = {
     "env": ["ACCELERATE_USE_FSDP=true\nFSDP_VERSION=1\nFSDP_SHARDING_STRATEGY=SHARD_GRAD_OP\n"],
     "flags": ["accelerate launch --use_fsdp --fsdp_sharding_strategy FULL_SHARD train.py\n"],
 }
+RUNS = {
+    "torchtitan": (
+        '[model]\nname = "llama3"\nflavor = "8B"\n[optimizer]\nname = "AdamW"\nlr = 3e-4\n[training]\n'
+        'local_batch_size = 2\nseq_len = 4096\nsteps = 100\ndataset = "c4"\n'
+        '[activation_checkpoint]\nmode = "full"\n'
+    ),
+    "trl": (
+        "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: trl-lib/Capybara\nmax_length: 2048\npacking: true\n"
+        "per_device_train_batch_size: 2\nlearning_rate: 2.0e-4\n"
+    ),
+    "axolotl": (
+        "base_model: Qwen/Qwen3-8B\ndatasets: [{path: a/b, type: alpaca}]\nsequence_len: 2048\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 4\nadapter: lora\nlora_r: 16\n"
+        "learning_rate: 0.0002\n"
+    ),
+    "llamafactory": (
+        "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\n"
+        "dataset: alpaca\ntemplate: qwen\ncutoff_len: 2048\nper_device_train_batch_size: 1\n"
+        "learning_rate: 1.0e-4\n"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", load_registry().names)
 def test_each_conforms(name: str) -> None:
-    assert_conforms(load_registry().get(name), fsdp1=FSDP1.get(name, ()))
+    runs = [RUNS[name]] if name in RUNS else []
+    assert_conforms(load_registry().get(name), fsdp1=FSDP1.get(name, ()), runs=runs)
+
+
+class CarelessWithRuns(Torchtitan):
+    """Every way to be wrong about a whole run, switched on one at a time."""
+
+    def __init__(self, wrong: str) -> None:
+        self.wrong = wrong
+
+    def describes(self, root: Node) -> float:
+        return 0.0 if self.wrong == "shy" else super().describes(root)
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        if self.wrong == "raises" and "bogus" in str(file.data):
+            raise KeyError("bogus")
+        if self.wrong == "silent":
+            file = replace(file, data={**file.data, "activation_checkpoint": {"mode": "full"}})
+        run = super().describe(file)
+        keys = tuple(key for key in run.keys.used if self.wrong != "quiet" or key != "training.seq_len")
+        return replace(run, keys=replace(run.keys, used=keys))
+
+    def write_run(self, to: RunWriter) -> None:
+        super().write_run(to)
+        if self.wrong == "forgets":
+            to.text = (to.text or "").replace("seq_len = 4096", "seq_len = 99")
+        if self.wrong == "slows":
+            to.text = (to.text or "").replace("lr = 0.0003", "lr = 0.0001")
+        if self.wrong == "refuses":
+            raise ConfigError("that is not possible")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("shy", "does not recognise the file of a run"),
+        ("raises", "bogus-value raised KeyError: 'bogus'"),
+        ("silent", "activation_checkpoint.mode: bogus-value neither changes a fact nor is a problem"),
+        ("quiet", "training.seq_len is in none of the lists of keys"),
+        (
+            "forgets",
+            "sequence_length of a run of torchtitan is written as 99 instead of 4096, without a reason",
+        ),
+        ("slows", "learning.learning_rate of a run of torchtitan is written as 0.0001, without a reason"),
+        ("refuses", "a run of torchtitan is refused: that is not possible"),
+    ],
+)
+def test_a_careless_description_of_runs_is_found(wrong: str, said: str) -> None:
+    problems = check_dialect(CarelessWithRuns(wrong), runs=[RUNS["torchtitan"]])
+    assert any(said in problem for problem in problems), problems
 
 
 class Careless(Accelerate):

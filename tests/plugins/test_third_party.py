@@ -118,7 +118,7 @@ def test_the_dialect_validates_migrates_and_writes(installed: tuple[Path, Path])
     )
     (judged,) = answer["files"]
     assert judged["dialect"] == "minitrain" and judged["consumer"] == {"name": "minitrain", "version": "1.0"}
-    assert [(item["code"], item["line"]) for item in judged["findings"]] == [("FSD202", 10)]
+    assert [(item["code"], item["line"]) for item in judged["findings"]] == [("FSD202", 12)]
     _run(python, "-m", "fsdptool", "validate", "--fix", "run.yaml", folder=folder)
     assert "ofload" not in file.read_text() and "# A file of the imaginary" in file.read_text()
     moved = _run(python, "-m", "fsdptool", "migrate", "--to", "accelerate", "run.yaml", folder=folder).stdout
@@ -127,6 +127,23 @@ def test_the_dialect_validates_migrates_and_writes(installed: tuple[Path, Path])
     (folder / "back.yaml").write_text(back)
     again = _run(python, "-m", "fsdptool", "migrate", "--to", "accelerate", "back.yaml", folder=folder).stdout
     assert again == moved and "LlamaDecoderLayer" in moved and "minitrain: 1" in back
+
+
+def test_the_dialect_reads_and_writes_whole_runs(installed: tuple[Path, Path]) -> None:
+    python, folder = installed
+    (folder / "whole.yaml").write_text((DIALECT / "run.yaml").read_text())
+    tool = ("-m", "fsdptool")
+    answer = json.loads(
+        _run(python, *tool, "explain", "whole.yaml", "--format", "json", folder=folder).stdout
+    )
+    run = answer["files"][0]["run"]
+    assert (run["program"], run["family"], run["micro_batch"], run["global_batch"]) == (
+        *("minitrain", "qwen3:8b"),
+        *(2, 16),
+    )
+    _run(python, *tool, "migrate", "--to", "trl", "whole.yaml", "-o", "trl.yaml", folder=folder)
+    _run(python, *tool, "migrate", "--to", "minitrain", "trl.yaml", "-o", "again.yaml", folder=folder)
+    assert "model: Qwen/Qwen3-8B" in (folder / "again.yaml").read_text()
 
 
 def test_the_dialect_conforms(installed: tuple[Path, Path]) -> None:

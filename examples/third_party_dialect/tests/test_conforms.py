@@ -13,6 +13,24 @@ sharding:
   blocks: [LlamaDecoderLayer]
 """
 
+RUN = """\
+minitrain: 1
+gpus: 8
+precision: bf16
+model: Qwen/Qwen3-8B
+data: {path: org/texts, rows: 2, length: 4096, packed: true}
+optimizer: adamw
+learning_rate: 0.00002
+keep_average: true
+log_every: 10
+steps: 100
+sharding:
+  engine: fsdp2
+  free_after_forward: false
+  blocks: [Qwen3DecoderLayer]
+  recompute: true
+"""
+
 
 def test_it_conforms() -> None:
-    assert_conforms(Minitrain(), fsdp1=[FSDP1])
+    assert_conforms(Minitrain(), fsdp1=[FSDP1], runs=[RUN])

@@ -14,7 +14,10 @@ from fsdptool.config.dialects.protocol import Dialect, Program
 
 if TYPE_CHECKING:
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
+    from fsdptool.config.dialects.run_reader import RunFile
+    from fsdptool.config.dialects.run_writer import RunWriter
     from fsdptool.files.tree import Entry, Node
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
 FLAGS = {
@@ -143,6 +146,18 @@ class Minitrain(Dialect):
         steps.put("sharding", "free_after_forward", target.reshard)
         steps.put("sharding", "engine", "fsdp2")
         return {}
+
+    def describe(self, file: RunFile) -> DescribedRun:
+        """Return the whole run of a file."""
+        from fsdptool_minitrain.run import describe
+
+        return describe(file)
+
+    def write_run(self, to: RunWriter) -> None:
+        """Write a whole run."""
+        from fsdptool_minitrain.run import write
+
+        write(to)
 
 
 __all__ = ["Minitrain"]
