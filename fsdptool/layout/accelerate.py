@@ -58,7 +58,8 @@ def accelerate_units(
             )
             units.append(unit)
 
-    for path in _wrapped(anatomy, tree, sharding):
+    managed = any(parameter.fqn not in ignored for parameter in anatomy.parameters)
+    for path in _wrapped(anatomy, tree, sharding, managed):
         shard("block", [path], reshard_blocks, sharding.recomputes)
 
     embedding, head = anatomy.input_embedding, anatomy.output_embedding
@@ -75,7 +76,7 @@ def accelerate_units(
     return tuple(units)
 
 
-def _wrapped(anatomy: Anatomy, tree: ModuleTree, sharding: ResolvedSharding) -> list[str]:
+def _wrapped(anatomy: Anatomy, tree: ModuleTree, sharding: ResolvedSharding, managed: bool) -> list[str]:
     if sharding.wrap_policy == "none":
         if sharding.recomputes:
             raise ConfigError(
@@ -88,7 +89,7 @@ def _wrapped(anatomy: Anatomy, tree: ModuleTree, sharding: ResolvedSharding) -> 
     classes = sharding.wrap_classes or anatomy.no_split_modules
     live = {module.class_name for module in tree.modules.values()}
     for name in classes:
-        if name not in live:
+        if name not in live and (managed or sharding.wrap_classes):
             raise ConfigError(
                 f"accelerate would not find the wrap class {name} in {anatomy.spec.model_class}",
                 help=f"wrap {', '.join(anatomy.wrap.classes) or 'a class that detect lists'} instead",

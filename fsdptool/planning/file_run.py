@@ -203,7 +203,7 @@ def file_run(
         method=_method(run, choice, limits, decided),
         objective=Objective(_objective(run, limits)),
         data=_data(run),
-        batch=_batch(run),
+        batch=_batch(run, ranks, limits, decided),
         optimizer=_optimizer(run, limits, cpu, decided),
         sharding=_sharding(run),
         ema=Ema(0.999) if run.ema else Ema(),
@@ -390,7 +390,7 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
     return _OBJECTIVES.get(name or "")
 
 
-def _batch(run: DescribedRun) -> Batch:
+def _batch(run: DescribedRun, ranks: int, limits: list[PlanLimit], decided: Collection[str]) -> Batch:
     # A square stands for the largest picture, in the patches of all denoisers.
     side = isqrt(run.pixel_area) // 16 * 16 if run.pixel_area else None
     batch = Batch(
@@ -400,8 +400,16 @@ def _batch(run: DescribedRun) -> Batch:
         width=run.width or side,
         frames=run.frames,
     )
-    if run.accumulation is not None:
-        return replace(batch, accumulation=run.accumulation)
+    if run.accumulation is not None or run.global_batch is None:
+        return replace(batch, accumulation=run.accumulation or 1)
+    mesh = run.mesh
+    data = max(ranks // ((mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1)), 1)
+    if ranks == run.processes and run.global_batch % (batch.micro_batch * data):
+        # The program refuses what its file says of its own ranks; other ranks are what options say.
+        what = f"a global batch of {run.global_batch} on {data} data-parallel ranks"
+        if not {"accumulation", "global_batch"} & {*decided}:
+            limits.append(PlanLimit(f"{what}, which do not divide it: accumulation 1 is planned", "more"))
+        return batch
     return replace(batch, global_batch=run.global_batch)
 
 

@@ -214,7 +214,7 @@ def test_copies_that_are_trained_as_they_are_stored_have_the_buckets_of_their_gr
         "NPROC_PER_NODE=2 swift sft --train_type full --torch_dtype bfloat16 --optim sgd --max_length 64"
     )
     plan = planned(path, words_of_run + " --packing true", str(config), gpu="Tiny", gpus_file=gpus)
-    sizes_of = {component.name: component.bytes for component in plan.candidates[0].components}
+    sizes_of = {str(component.name): component.bytes for component in plan.candidates[0].components}
     assert sizes_of["all-reduce buffers"] == sizes_of["replicated parameters"]
     assert plan.shortfall is not None
     assert plan.shortfall.kind == "states"
@@ -415,6 +415,24 @@ def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_p
         assert ["buckets" in limit.what for limit in inputs.limits] == [True, False] * (copies > 1)
     with pytest.raises(PlanError, match="different numbers of GPUs"):
         read_request(Options(reference=str(path), model=model, clusters=[one, two]))
+
+
+def test_a_global_batch_that_its_program_refuses_does_not_stop_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "recipe: TrainFinetuneRecipeForNextTokenPrediction\nmodel:\n"
+        "  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "  pretrained_model_name_or_path: Qwen/Qwen3-8B\n"
+        "step_scheduler: {global_batch_size: 12, local_batch_size: 1}\n"
+        "distributed: {strategy: fsdp2, dp_size: 8, dp_replicate_size: 1}\ndataset: {}\n"
+        "optimizer: {_target_: torch.optim.AdamW}\n"
+    )
+    given: dict[str, Any] = {"reference": str(path), "gpu": "H100-80GB-SXM"}
+    inputs = read_request(cast("Options", {**given, "gpus": 8})).inputs
+    assert (inputs.recipe.batch.accumulation, inputs.recipe.batch.global_batch) == (1, None)
+    assert [limit.side for limit in inputs.limits if "global batch of 12" in limit.what] == ["more"]
+    inputs = read_request(cast("Options", {**given, "gpus": 5})).inputs
+    assert inputs.recipe.batch.global_batch == 12
 
 
 def test_a_launch_that_the_file_does_not_name_may_shard(model: str, tmp_path: Path) -> None:
