@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdptool.records.diagnostic import Edit
 from fsdptool.scripts.facts import FSDP1
 from fsdptool.scripts.recorded import Blocked, MigrationStep, Recorded, reached
-from fsdptool.scripts.values import Const, Library, Thing
+from fsdptool.scripts.values import Const, Library, Thing, flat
 from fsdptool.scripts.wrapping import FSDP, STATE
 
 _TYPED = (f"{FSDP1}.state_dict_type", f"{FSDP1}.set_state_dict_type")
@@ -111,11 +111,13 @@ def _form(script: Recorded, node: ast.AST, *, optimizer: bool = False) -> _Form:
     config = given.get("optimizer") if optimizer and "optimizer" in given else given.get("config")
     made = script.value(config)
     if config is None or (isinstance(made, Const) and made.value is None):
-        return _Form(full, optimizer and full)
+        return _Form(full)
     if not isinstance(made, Thing) or not made.kind.endswith("StateDictConfig"):
         raise Blocked("the configuration of the state dict is decided elsewhere")
     offload, alone = made.keywords.get("offload_to_cpu"), made.keywords.get("rank0_only")
     on_cpu = isinstance(offload, Const) and offload.value is True
+    # The configurations of optimizers offload by default, those of models do not (torch 2.13).
+    on_cpu = on_cpu or (offload is None and "Optim" in made.kind)
     if full and on_cpu and not (isinstance(alone, Const) and alone.value is True):
         # With cpu_offload the other ranks would have an empty one.
         on_cpu = False
@@ -394,6 +396,15 @@ def _after(script: Recorded, statement: ast.stmt, switch: str) -> list[str]:
     return [f"{switch}(True)"] if other else []
 
 
+def _may_be_replicated(script: Recorded, node: ast.expr) -> bool:
+    """Say whether an expression is sometimes a DistributedDataParallel, which has ``no_sync`` as well."""
+    return any(
+        isinstance(item, Thing) and item.kind == "DistributedDataParallel"
+        for value in script.values.get(node, ())
+        for item in flat(value)
+    )
+
+
 def _alone(statement: ast.With | ast.AsyncWith) -> None:
     if len(statement.items) > 1:
         raise Blocked("the with has several contexts: give this one a with of its own")
@@ -441,6 +452,8 @@ def _model(script: Recorded, made: ast.expr) -> str | None:
         return None
     if script.wrapped(node.value) is None and not _aliases(script):
         return None
+    if _may_be_replicated(script, node.value):
+        raise Blocked("no_sync is called on a module that may be DistributedDataParallel")
     return script.spans.of(node.value)
 
 

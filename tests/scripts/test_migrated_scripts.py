@@ -96,6 +96,16 @@ def test_scripts_that_were_run_are_migrated_whole(path: Path) -> None:
         ),
         (
             "    model = FSDP(model)\n"
+            "    kind, alone = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=True)\n"
+            "    with FSDP.state_dict_type(model, kind, None, alone):\n"
+            "        state = FSDP.optim_state_dict(model, rank)\n",
+            "    fully_shard(model)\n"
+            "    kind, alone = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=True)\n"
+            "    state = get_optimizer_state_dict("
+            "model, rank, options=StateDictOptions(full_state_dict=True, cpu_offload=True))\n",
+        ),
+        (
+            "    model = FSDP(model)\n"
             "    state = FSDP.optim_state_dict_to_load(model, rank, mesh)\n"
             "    rank.load_state_dict(state)\n"
             "    model.load_state_dict(mesh, strict=False)\n",
@@ -127,6 +137,7 @@ def test_a_form_of_fsdp1_has_its_form_of_fsdp2(before: str, after: str) -> None:
     head = (
         "import torch\nfrom contextlib import nullcontext\nfrom functools import partial\n" + WRAP
         + "from torch.distributed.fsdp import CPUOffload, ShardingStrategy, StateDictType\n"
+        "from torch.distributed.fsdp import FullOptimStateDictConfig\n"
         "from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy\n\n"
         "def main(model, mesh, rank):\n"
     )  # fmt: skip
@@ -146,6 +157,11 @@ def test_a_form_of_fsdp1_has_its_form_of_fsdp2(before: str, after: str) -> None:
         ("model = FSDP(model, **options)", "decided at run time by options"),
         ("model = FSDP(model, mixed_precision=options)", "not made in this script"),
         ("units = FSDP.fsdp_modules(model)", "FSDP.fsdp_modules has no counterpart"),
+        (
+            "for net in (FSDP(model), DistributedDataParallel(model)):\n"
+            "        with net.no_sync(): net(1).backward()",
+            "may be DistributedDataParallel",
+        ),
         ("register(FSDP)", "used as a value"),
         ("with enable_wrap(wrapper_cls=FSDP): pass", "enable_wrap has no counterpart"),
         ("with FSDP.summon_full_params(model): model.weight.fill_(0)", "writes to the full parameters"),
@@ -154,12 +170,14 @@ def test_a_form_of_fsdp1_has_its_form_of_fsdp2(before: str, after: str) -> None:
 def test_what_cannot_be_migrated_is_named_by_line(line: str, why: str) -> None:
     text = (
         WRAP + "from torch.distributed.fsdp import ShardingStrategy\n"
-        "from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy\n\n"
+        "from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
         f"def main(model, options, strategy):\n    {line}\n"
     )
     result = migrated(text)
     assert result.text is None
-    assert any(item.startswith("line 6: ") and why in item for item in result.blocked), result.blocked
+    assert any(item.startswith("line ") and why in item for item in result.blocked), result.blocked
+    assert {item.partition(":")[0] for item in result.blocked} <= {"line 6", "line 7"}
 
 
 def test_the_command_shows_and_writes_the_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -19,8 +19,7 @@ def wrapped(seed):
 
 
 def save(model, rank):
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         # every rank takes part
         state = model.state_dict()
     if rank == 0:
