@@ -114,7 +114,8 @@ def described(script: ScriptRun, path: str | None) -> DescribedRun:
         changed = _decided_by(script, data, key, path)
         if key in _MEMORY or key.startswith("config.") or changed - _OF_WHOLE_RUN:
             open_facts |= changed
-            limits.append(UnmodelledKey(item.name, "memory", decides=tuple(sorted(changed))))
+            decided = ("family", "model") if key.startswith("config.") else tuple(sorted(changed))
+            limits.append(UnmodelledKey(item.name, "memory", decides=decided))
             problems.append(f"line {item.line}: {item.name} is not read: it is {item.unread}")
         else:
             inert.append(item.name)
@@ -124,7 +125,7 @@ def described(script: ScriptRun, path: str | None) -> DescribedRun:
         if key in _MEMORY and item.value not in (None, False, "none", []):
             limits.append(UnmodelledKey(item.name, "memory", _MEMORY[key]))
         elif key.startswith("config.") and key.removeprefix("config.") not in _INERT:
-            limits.append(UnmodelledKey(item.name, "memory"))
+            limits.append(UnmodelledKey(item.name, "memory", decides=("family", "model")))
         else:
             inert.append(item.name)
     keys = run.keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from fsdptool.scripts.facts import FSDP1
+from fsdptool.scripts.facts import FSDP1, text
 from fsdptool.scripts.settings import SettingsReader, plain_value
 from fsdptool.scripts.values import Choice, Const, Thing, Value, made_by
 
@@ -36,12 +36,17 @@ class ModelReader(SettingsReader):
         """
         if depth > 12 or "model_name_or_path" in self.run.settings:
             return
-        if isinstance(value, Choice) and len(set(map(self._named, value.options))) == 1:
+        named = {self._named(option) for option in value.options} if isinstance(value, Choice) else set()
+        if isinstance(value, Choice) and len(named) == 1 and named != {None}:
             self._model(value.options[0], node, loads=loads, depth=depth + 1)
         elif isinstance(value, Choice) or (loads and (isinstance(value, Const) or made_by(value, "missing"))):
             self.put("model_name_or_path", value, node, "model")
         elif isinstance(value, Thing):
             self._made(value, node, depth)
+        if depth == 0 and "model_name_or_path" not in self.run.settings and self.run.own_class is None:
+            line, written = getattr(node, "lineno", 1), self.run.model_type or text(node)
+            sizes = "a model of the script's own sizes" if self.run.model_type else "which is not read"
+            self.run.problems.append(f"line {line}: the model is {written}, {sizes}")
 
     def _made(self, value: Thing, node: ast.AST, depth: int) -> None:
         """Read a model by what made it."""

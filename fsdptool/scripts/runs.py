@@ -79,7 +79,7 @@ def read_script_run(
     except (TooLongError, RecursionError):
         raise ConfigError(
             f"{source.path or 'the script'} is too long to follow",
-            help="name its model, and the run by options",
+            help="give its model, and options, in place of the script",
         ) from None
     scores = [sum(event.name in _BEGIN for event in path.events[path.own or 0 :]) for path in paths]
     best = max(range(len(paths)), key=lambda index: (scores[index], -index))

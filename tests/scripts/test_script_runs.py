@@ -326,3 +326,24 @@ def test_explain_shows_settings_and_run(tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "line 23, default of --batch-size" in shown
     assert "FSDP does not run" not in shown
+
+
+def test_a_model_of_sizes_in_the_script_must_be_given() -> None:
+    sized = LOOP.replace(
+        "AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)",
+        "LlamaForCausalLM(LlamaConfig(hidden_size=512, num_hidden_layers=4))",
+    ).replace("import AutoModelForCausalLM", "import LlamaConfig, LlamaForCausalLM")
+    run = described(sized)
+    assert run.problems == ("line 19: the model is LlamaConfig, a model of the script's own sizes",)
+    assert [item.key for item in run.keys.not_modelled] == [
+        "LlamaConfig.hidden_size",
+        "LlamaConfig.num_hidden_layers",
+    ]
+    with pytest.raises(PlanError, match="names no model: line 19"):
+        file_run(run, None, "train.py", 8)
+    given = file_run(run, "llama3:tiny", "train.py", 8, decided=("model",))
+    assert bound_of(given.limits) == "exact"
+    made = described(
+        LOOP.replace("AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)", "make()")
+    )
+    assert made.problems == ("line 19: the model is make(), which is not read",)
