@@ -136,7 +136,7 @@ def test_the_dialect_reads_and_writes_whole_runs(installed: tuple[Path, Path]) -
     answer = json.loads(
         _run(python, *tool, "explain", "whole.yaml", "--format", "json", folder=folder).stdout
     )
-    run = answer["files"][0]["run"]
+    run = answer["run"]
     assert (run["program"], run["family"], run["micro_batch"], run["global_batch"]) == (
         *("minitrain", "qwen3:8b"),
         *(2, 16),
