@@ -283,3 +283,15 @@ def accelerate_resume_epoch_order() -> Seen:
         return [int(item) for item in skip_first_batches(loader, 8)]
 
     return order(resumes=True) != order(resumes=False)
+
+
+@case("accelerate==1.13.0", "accelerate==1.14.0")
+def accelerate_ram_loading_by_position() -> Seen:
+    """A whole state dict with one more key than the sharded model cannot be distributed."""
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    made, model = accelerator(), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    whole = {"0.absmax": torch.zeros(4, 4), **model.state_dict()}
+    fully_shard(model.to("meta"))
+    return raised(lambda: fsdp2_load_full_state_dict(made, model, whole), "absmax")

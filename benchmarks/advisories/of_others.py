@@ -172,16 +172,6 @@ def transformers_trainer_without_fsdp2() -> Seen:
     return raised(trainer.train, "a model and optimizer must be passed together")
 
 
-@case("peft==0.13.2", "peft==0.14.0", beside=f"transformers==4.57.6 {_TRANSFORMERS_4}0.22.1")
-def peft_auto_wrap_empty_class_name() -> Seen:
-    """The wrap policy looks for a class without a name."""
-    from peft.utils.other import fsdp_auto_wrap_policy
-
-    model = llama()
-    type(model)._no_split_modules = []
-    return raised(lambda: fsdp_auto_wrap_policy(model), "Could not find the transformer layer class")
-
-
 def _fsdp1(model: Any, **options: Any) -> Any:
     """Return a model sharded by FSDP1, a unit for each layer."""
     import functools
@@ -268,7 +258,7 @@ def peft_lora_on_sharded_model() -> Seen:
     return raised(lambda: made(input_ids=tokens()), "shape", "size", "mixed torch.Tensor and DTensor")
 
 
-@case("peft==0.16.0", "peft==0.17.0", ranks=2)
+@case("peft==0.16.0", "peft==0.17.0", beside=f"transformers==4.57.6 {_TRANSFORMERS_4}0.22.1", ranks=2)
 def peft_trainable_tokens_fsdp() -> Seen:
     """The adapter cannot be written from the whole state dict."""
     from peft import get_peft_model_state_dict
@@ -339,7 +329,7 @@ def bitsandbytes_params4bit_attribute_names() -> Seen:
 
 @case("bitsandbytes==0.46.1", "bitsandbytes==0.47.0")
 def bitsandbytes_params4bit_chunk() -> Seen:
-    """Pieces of a quantised parameter are no quantised parameters."""
+    """Pieces of a quantised parameter have no quantisation state."""
     pieces = torch.chunk(_nf4().weight, 2)
     return ", ".join(
         {type(piece).__name__ for piece in pieces if getattr(piece, "quant_state", None) is None}
@@ -397,35 +387,7 @@ class _Received:
         self.names.append(name)
 
     def reset_prefix_cache(self) -> None:
-        """There is no cache."""
-
-
-def _synced_by_trainer(model: Any) -> list[str]:
-    """Return the names that GRPO's trainer sends after a model is prepared for FSDP2."""
-    from trl import GRPOTrainer
-
-    made, client = accelerator(), _Received()
-    model, _ = prepared(made, model)
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    vars(trainer).update(
-        model=model, accelerator=made, vllm_client=client, vllm_mode="server", is_fsdp_enabled=True
-    )
-    trainer._move_model_to_vllm()
-    return client.names
-
-
-@case("trl==0.19.1", "trl==0.20.0", beside=f"transformers==4.57.6 {_TRANSFORMERS_4}0.22.1")
-def trl_fsdp2_weights_never_synced() -> Seen:
-    """No parameter is sent to vLLM."""
-    return not _synced_by_trainer(llama())
-
-
-@case("trl==0.25.1", "trl==0.26.0", beside=f"transformers==4.57.6 {_TRANSFORMERS_4}0.22.1")
-def trl_grpo_vllm_lora_names() -> Seen:
-    """Parameters are sent to vLLM under names of PEFT."""
-    names = _synced_by_trainer(lora(llama()))
-    assert names
-    return next((name for name in names if "base_model.model." in name or "lora_" in name), "")
+        """Do nothing: nothing is cached."""
 
 
 def _synced(model: Any) -> Any:
@@ -469,21 +431,3 @@ def trl_chunked_nll_lora_mixed_tensors() -> Seen:
     made, model = accelerator(), lora(llama())
     sft_trainer._patch_chunked_ce_lm_head(model.get_base_model(), chunk_size=8)
     return raised(lambda: micro_batch(made, *prepared(made, model)), "mixed torch.Tensor and DTensor")
-
-
-@case("trl==1.6.0", "trl==1.7.0", beside="accelerate==1.12.0")
-def trl_chunked_nll_gathers_head_per_chunk() -> Seen:
-    """The head is gathered once for each chunk of the loss."""
-    from torch.distributed.tensor.debug import CommDebugMode
-    from trl.trainer import sft_trainer
-
-    made, model = accelerator(), llama()
-    sft_trainer._patch_chunked_ce_lm_head(model, chunk_size=4)
-    model, _ = prepared(made, model)
-    counts = []
-    for length in (5, 16):
-        part = tokens()[:, :length]
-        with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
-            made.backward(model(input_ids=part, labels=part).loss)
-        counts.append(counted.get_total_counts())
-    return f"{counts[0]} collectives with one chunk, {counts[1]} with four" if counts[1] > counts[0] else ""

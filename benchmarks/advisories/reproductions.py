@@ -51,7 +51,7 @@ def case(
 
     Args:
         affected: Affected packages, as ``name==version`` with blanks between them.
-        other: The same without the bug; None where there is no such release.
+        other: The same without the bug; None where all later releases have it.
         beside: Packages that both sides need.
         ranks: Number of gloo processes.
     """
@@ -88,7 +88,7 @@ def raised(call: Callable[[], object], *messages: str) -> Seen:
     """
     try:
         call()
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException of torch is not an Exception
         text = f"{type(error).__name__}: {error}"
         if not any(message in text for message in messages):
             raise
