@@ -22,7 +22,7 @@ from reproductions import (
     tokens,
 )
 
-_TRANSFORMERS_4 = "huggingface_hub==0.36.2 tokenizers=="
+_TRANSFORMERS_4 = "datasets==4.0.0 huggingface_hub==0.36.2 tokenizers=="
 """What releases of transformers before 5.0 need."""
 
 _HTTPX = "httpx==0.28.1 httpcore==1.0.9"
@@ -155,23 +155,6 @@ def transformers_ram_loading_commits_host_memory() -> Seen:
     return f"{loaded.grown / 1e6:.0f} of {size / 1e6:.0f} MB" if loaded.grown > 0.8 * size else ""
 
 
-@case(
-    f"transformers==4.50.3 {_TRANSFORMERS_4}0.21.4",
-    f"transformers==4.51.3 {_TRANSFORMERS_4}0.21.4",
-    beside="accelerate==1.6.0",
-)
-def transformers_trainer_without_fsdp2() -> Seen:
-    """The Trainer stops where the launcher asks for FSDP2."""
-    made = accelerator()
-    trainer = _trained(llama())
-    trainer.is_fsdp_enabled = True
-    assert (
-        trainer.accelerator.state is made.state
-        or trainer.accelerator.distributed_type == made.distributed_type
-    )
-    return raised(trainer.train, "a model and optimizer must be passed together")
-
-
 def _fsdp1(model: Any, **options: Any) -> Any:
     """Return a model sharded by FSDP1, a unit for each layer."""
     import functools
@@ -183,10 +166,6 @@ def _fsdp1(model: Any, **options: Any) -> Any:
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
     given: dict[str, Any] = {"auto_wrap_policy": policy, "use_orig_params": True} | options
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **given)
-
-
-def _backward(model: Any) -> None:
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
 
 
 @case("peft==0.18.1", "peft==0.19.0", ranks=2)
@@ -203,22 +182,6 @@ def peft_disable_adapter_fsdp() -> Seen:
             model(input_ids=tokens())
 
     return raised(step, "leaf")
-
-
-@case(
-    "peft==0.11.1",
-    "peft==0.12.0",
-    beside=f"transformers==4.46.3 {_TRANSFORMERS_4}0.20.3 accelerate==1.2.1",
-    ranks=2,
-)
-def peft_dora_fsdp() -> Seen:
-    """A step of DoRA stops."""
-    from peft.utils.other import fsdp_auto_wrap_policy
-
-    start_gloo()
-    made = lora(llama(), use_dora=True)
-    model = _fsdp1(made, auto_wrap_policy=fsdp_auto_wrap_policy(made), use_orig_params=False)
-    return raised(lambda: _backward(model), "RuntimeError", "ValueError")
 
 
 @case("peft==0.20.0", "peft==0.21.0", ranks=2)
