@@ -110,8 +110,7 @@ def prepare(
     check_trackers(recipe)
     reading = read_settings(config_path, consumer="fsdptool")
     settings = reading.require()
-    if cpu:
-        settings = replace(settings, use_cpu=True)
+    settings = replace(settings, use_cpu=cpu or settings.use_cpu)
     device = choose_device(settings, config_path, dry_run=dry_run)
     without_gpus = dry_run and device == "cuda" and not count_gpus()
     world_size, per_machine = count_processes(
