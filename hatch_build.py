@@ -1,4 +1,4 @@
-"""Write the data of a wheel compactly: the sources stay readable, and the base stays below 25 MB."""
+"""Write the data of a wheel compactly: the sources stay readable, and the base stays small."""
 
 from __future__ import annotations
 
