@@ -93,7 +93,9 @@ class BadFamily(Family):
 def bad_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "bad_models", sys.modules[__name__])
     entry = EntryPoint("bad", "bad_models:BadFamily", registry.GROUP)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
+    # Only of this group: what imports the function meanwhile keeps it.
+    of_group = {registry.GROUP: [entry]}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: of_group.get(group, []))
     registry.load_registry.cache_clear()
     assert registry.load_registry().diagnostics == ()
     yield
