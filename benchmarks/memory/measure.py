@@ -42,6 +42,8 @@ from fsdptool.training.step import Stepper
 from fsdptool.training.trainer import build_sharded
 
 STEPS = 2
+SETTLED = 4
+"""Steps, if ``reshard_after_forward`` is a number: it counts as soon as the order of units is settled."""
 
 
 class Undaunted(Stepper):
@@ -61,7 +63,7 @@ class Undaunted(Stepper):
 
 
 def measure(setting: Setting, inputs: RunInputs | None = None) -> dict[str, Any]:
-    """Run the setting's steps and return the peak of step 2 with the levels around it.
+    """Run the setting's steps and return the peak of the last one with the levels around it.
 
     Args:
         setting: The row.
@@ -78,7 +80,13 @@ def measure(setting: Setting, inputs: RunInputs | None = None) -> dict[str, Any]
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
     ):
         _run(setting, inputs or inputs_of(setting))
-    return _read(profiler)
+    return _read(profiler, steps_of(setting))
+
+
+def steps_of(setting: Setting) -> int:
+    """Return how many steps a setting takes, of which the last one is measured."""
+    whole = not isinstance(setting.reshard, bool)
+    return SETTLED if whole and setting.backend == "gloo" else STEPS
 
 
 def _run(setting: Setting, inputs: RunInputs) -> None:
@@ -115,7 +123,7 @@ def _run(setting: Setting, inputs: RunInputs) -> None:
     specs = family_of(spec).batch_spec(spec.config, recipe)
     generator = torch.Generator().manual_seed(session.rank)
     gc.disable()
-    for step in range(STEPS):
+    for step in range(steps_of(setting)):
         batches = [synthesise(specs, generator) for _ in range(recipe.batch.accumulation)]
         for batch in batches if setting.padded else ():
             if "attention_mask" in batch:
@@ -139,7 +147,7 @@ def _own_storage(model: torch.nn.Module) -> None:
                 parameter._local_tensor = shard.clone()
 
 
-def _read(profiler: Any) -> dict[str, Any]:
+def _read(profiler: Any, steps: int) -> dict[str, Any]:
     changes, spans = [], {}
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
@@ -149,7 +157,7 @@ def _read(profiler: Any) -> dict[str, Any]:
             # Of a phase, the last one counts: it is of the last step.
             spans[name] = (event.start_ns(), event.start_ns() + event.duration_ns())
     changes.sort(key=lambda change: change[0])
-    begin, end = spans[f"STEP {STEPS - 1}"]
+    begin, end = spans[f"STEP {steps - 1}"]
     backward = spans[f"PHASE {RunPhase.BACKWARD}"][0]
     level = peak = resting = saved = when = 0
     for time, size in changes:

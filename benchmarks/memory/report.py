@@ -92,7 +92,7 @@ def main() -> None:
         text = PAGE.read_text(encoding="utf-8")
         before, _, rest = text.partition(BEGIN)
         _, _, after = rest.partition(END)
-        PAGE.write_text(before + BEGIN + "\n" + _tables(rows, summary) + END + after, encoding="utf-8")
+        PAGE.write_text(before + BEGIN + "\n\n" + _tables(rows, summary) + END + after, encoding="utf-8")
     print(json.dumps(summary, indent=1))
     for row in sorted(rows, key=lambda r: -abs(r.get("error_percent", 1e9)))[:25]:
         print(row)
@@ -123,7 +123,7 @@ def _tables(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
         if not part:
             continue
         lines += [
-            f"### CPU over `{backend}`",
+            f"## CPU over `{backend}`",
             "",
             "| settings | median | worst | rows |",
             "|---|---|---|---|",
