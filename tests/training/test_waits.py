@@ -115,7 +115,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "way",
-    kept(WAYS, "checkpointing", "unsharded", "average", "experts", "muon", "noise"),
+    kept(WAYS, "full", "adafactor", "unsharded", "average", "experts", "muon", "noise"),
 )
 def test_a_launched_step_does_not_wait_for_its_device(pool: Pool, tmp_path: Path, way: str) -> None:
     name, method, changes, settings = WAYS[way]
