@@ -51,6 +51,14 @@ CASES: dict[str, Callable[[], str]] = {
         f"{_rank()}CUDA out of memory. Tried to allocate 1.00 GiB. "
         + "Process 1 has 9.00 GiB memory in use. " * 5
     ),
+    "one traceback": lambda: (
+        'Traceback (most recent call last):\n  File "/srv/train.py", line 9, in main\n    step(batch)\n'
+        "KeyError: 'moon'\n\nDuring handling of the above exception, another exception occurred:\n"
+    ),
+    "many ranks": lambda: f"[rank{_SOURCE.randrange(10**5)}]: Error: retrying after step 1",
+    "lines of five letters": lambda: "error",
+    "lines of one letter": lambda: "a",
+    "coloured words": lambda: "\x1b[31mError\x1b[0m",
     "no end of line": lambda: "",
 }
 """What each line of a text is."""

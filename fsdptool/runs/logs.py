@@ -29,6 +29,12 @@ LINE_LENGTH = 300
 _PIECE, _OVERLAP = 2000, 400
 """Characters of a line that are looked at together, and those that two such pieces share."""
 
+_PREFIX_LENGTH = 500
+"""Characters at the begin of a line in which progress and ranks are looked for."""
+
+_SURVIVED = 3
+"""Lines of progress of one writer that prove that a run went on."""
+
 _RANK_DIGITS = 6
 _RANK = re.compile(
     r"\[(?:rank|Rank |RANK:)(\d{1,9})\]|\[PG (?:ID \d{1,18} PG GUID )?0 ?(?:\(default_pg\) )?Rank (\d{1,9})\]"
@@ -70,6 +76,9 @@ _EXCEPTION = re.compile(
 _RAISED = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80})(?::(?: .*)?)?$")
 """The line that ends a traceback, whatever the exception is called."""
 
+_SHORTEST = 5
+"""Characters of the shortest line that can end in an exception: a capital letter and ``Exit``."""
+
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
@@ -82,6 +91,9 @@ _PROGRESS = re.compile(
     r"['\"]loss['\"]: |\bloss[:=] ?\d|\bstep[: =/]{1,2}\d|(?:it/s|s/it)[\],]"
     r"|\b[Ee]poch[: =]{0,2}\d|\biteration +\d"
 )
+_PROGRESS_WORDS = ("loss", "step", "it/s", "s/it", "poch", "iteration")
+"""What every line with progress contains one of."""
+
 _ENDED = re.compile(
     r"\btrain_runtime\b|[Tt]raining (?:is |has )?(?:been )?(?:completed?|finished|done|ended)\b"
     r"|[Ff]inished training|exit (?:status|code):? 0\b|exited with (?:code|status) 0\b|Model saved (?:to|in)"
@@ -116,7 +128,7 @@ class LogText:
     def _pieces(self) -> tuple[list[str], list[int]]:
         text = _ANSI.sub("", self.text) if "m" in self.text or "\x1b" in self.text else self.text
         lines = text.split("\n")
-        if all(len(line) <= _PIECE for line in lines):
+        if max(map(len, lines)) <= _PIECE:
             return lines, []
         pieces, numbers = [], []
         for number, line in enumerate(lines, 1):
@@ -126,13 +138,20 @@ class LogText:
         return pieces, numbers
 
     @cached_property
-    def progress(self) -> list[tuple[int, str]]:
-        """The lines that report progress: their indices, and who wrote them."""
-        return [
-            (index, _writer(split_prefix(line)[0]))
-            for index, line in enumerate(self.lines)
-            if _PROGRESS.search(line, 0, _PREFIX_LENGTH)
-        ]
+    def last_progress(self) -> tuple[int, int]:
+        """The indices of the last line with progress, and of the last one that two of its writer follow; or -1."""
+        last, steps = -1, dict[str, int]()
+        if not any(word in self.text for word in _PROGRESS_WORDS):
+            return -1, -1
+        for index in range(len(self.lines) - 1, -1, -1):
+            line = self.lines[index]
+            if any(word in line for word in _PROGRESS_WORDS) and _PROGRESS.search(line, 0, _PREFIX_LENGTH):
+                last = max(last, index)
+                writer = _writer(split_prefix(line)[0])
+                steps[writer] = steps.get(writer, 0) + 1
+                if steps[writer] == _SURVIVED:
+                    return last, index
+        return last, -1
 
     def number(self, index: int) -> int:
         """Return the number of a line in the text that was read, from 1."""
@@ -141,7 +160,13 @@ class LogText:
 
     def rank_at(self, index: int) -> int | None:
         """Return the rank that wrote a line, as far as it or the log says."""
-        return self.rank if self.rank is not None else rank_of(self.lines[index])
+        if self.rank is None and index not in self._ranks:
+            self._ranks[index] = rank_of(self.lines[index])
+        return self._ranks[index] if self.rank is None else self.rank
+
+    @cached_property
+    def _ranks(self) -> dict[int, int | None]:
+        return {}
 
 
 def read_log(path: Path, *, name: str | None = None, rank: int | None = None) -> LogText:
@@ -180,7 +205,8 @@ _BETWEEN_WORDS = bytes(
 """Table that replaces all characters outside of words."""
 
 
-_KEY_WORDS = 3
+_KEY_WORDS, _KEY_LENGTH = 3, 3
+"""How many words find a text, and the length below which one is not used beside others."""
 
 
 class TextIndex:
@@ -205,9 +231,11 @@ class TextIndex:
         self._places: dict[bytes, list[int]] = defaultdict(list)
         self._text = "\n".join(lines)
         data = self._text.encode("utf-8", "replace").translate(_BETWEEN_WORDS)
+        shortest = min(map(len, wanted), default=0)
         for index, line in enumerate(data.split(b"\n")):
-            for word in wanted.intersection(line.split()):
-                self._places[word].append(index)
+            if len(line) >= shortest:
+                for word in wanted.intersection(line.split()):
+                    self._places[word].append(index)
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -247,20 +275,21 @@ def key_words(text: str) -> tuple[bytes, ...]:
     words = text.encode("utf-8").translate(_BETWEEN_WORDS).split()
     begin = 1 if text.startswith("_") else 0
     end = len(words) - 1 if text[-1:].isalnum() or text.endswith("_") else len(words)
-    return tuple(sorted(set(words[begin:end]), key=len)[-_KEY_WORDS:])
+    longest = sorted(set(words[begin:end]), key=len)[-_KEY_WORDS:]
+    return tuple(word for word in longest if len(word) >= _KEY_LENGTH) or tuple(longest)
 
 
 def rank_of(line: str) -> int | None:
     """Return the rank that a line names as its own."""
     if "ank" not in line and "RANK" not in line and "default" not in line:
         return None
-    match = _RANK.search(line) or _LOCAL_RANK.search(line)
+    match = _RANK.search(line, 0, _PREFIX_LENGTH) or _LOCAL_RANK.search(line, 0, _PREFIX_LENGTH)
     return rank_in(match) if match else None
 
 
 def rank_in(match: re.Match[str]) -> int | None:
     """Return the rank that one of the groups of a match holds."""
-    digits = next(group for group in match.groups() if group)
+    digits = match[match.lastindex or 0]
     return int(digits) if len(digits) <= _RANK_DIGITS else None
 
 
@@ -268,7 +297,7 @@ def ranks_named(log: LogText) -> set[int]:
     """Return all ranks that wrote a line of a log."""
     if log.rank is not None:
         return {log.rank}
-    return {rank for line in log.lines if (rank := rank_of(line)) is not None}
+    return {rank for index in range(len(log.lines)) if (rank := log.rank_at(index)) is not None}
 
 
 def split_prefix(line: str) -> tuple[str, str]:
@@ -321,6 +350,8 @@ def exceptions(log: LogText) -> list[Raised]:
     """Return the exceptions that a log prints, in order."""
     candidates, headers, joints = [], [], []
     for index, line in enumerate(log.lines):
+        if len(line) < _SHORTEST:
+            continue
         if "rror" in line or "xception" in line or "nterrupt" in line or "Exit" in line:
             candidates.append(index)
             if "above exception" in line and any(text in line for text in _CHAINED):
@@ -374,13 +405,6 @@ def _end_of_traceback(lines: Sequence[str], header: int) -> tuple[int, str, str,
     return None
 
 
-_PREFIX_LENGTH = 500
-"""Characters at the begin of a line in which progress is looked for."""
-
-_SURVIVED = 3
-"""Lines of progress of one writer that prove that a run went on."""
-
-
 def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
     """Say whether the program went on after a line.
 
@@ -399,13 +423,7 @@ def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
     )
     if not said and not survived:
         return False
-    needed = 1 if said else _SURVIVED
-    steps: dict[str, int] = defaultdict(int)
-    for _, of in log.progress[bisect_right(log.progress, (index, "\uffff")) :]:
-        steps[of] += 1
-        if steps[of] >= needed:
-            return True
-    return False
+    return index < log.last_progress[0 if said else 1]
 
 
 _LAST_LINES = 80
@@ -430,6 +448,7 @@ _VERSIONS = re.compile(
     r"(?P<version>\d{1,3}\.\d{1,4}(?:\.\d{1,4})?(?:[.+-]?[a-z]{1,4}[\w.]{0,20})?)",
     re.IGNORECASE,
 )
+_NUMBER = re.compile(r"\d\.\d")
 _PROGRAMS = (
     "torchrun", "accelerate", "axolotl", "llamafactory", "torchtitan", "torchtune", "trl", "verl", "OpenRLHF",
     "deepspeed", "SimpleTuner", "diffusers", "lightning", "ms-swift", "srun",
@@ -451,7 +470,7 @@ def facts(logs: Sequence[LogText]) -> LogFacts:
             looked = [*looked[:_FACT_LINES], *looked[-_FACT_LINES:]]
         for index in looked:
             line = log.lines[index][:_FACT_LENGTH]
-            for match in _VERSIONS.finditer(line):
+            for match in _VERSIONS.finditer(line) if _NUMBER.search(line) else ():
                 versions.setdefault(match["name"].lower().replace("_", "-"), match["version"])
             programs |= {name for name in _PROGRAMS if name in line}
         for index in reversed(looked):

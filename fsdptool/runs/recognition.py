@@ -222,7 +222,9 @@ def _known_bugs(logs: Sequence[LogText], versions: Versions) -> Iterator[str]:
             continue
         parts = [part for piece in _PLACEHOLDER.split(error) if len(part := piece.strip()) > 3]
         message = re.compile(r".{0,200}?".join(map(re.escape, parts)))
-        if max(map(len, parts), default=0) >= _SPECIFIC and any(message.search(log.text) for log in logs):
+        if max(map(len, parts), default=0) >= _SPECIFIC and any(
+            all(part in log.text for part in parts) and message.search(log.text) for log in logs
+        ):
             repaired = fixed_in(advisory, version)
             until = f"fixed in {repaired}" if repaired is not None else "no repaired release is known"
             yield (
