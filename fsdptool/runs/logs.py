@@ -139,7 +139,7 @@ class LogText:
 
     @cached_property
     def last_progress(self) -> tuple[int, int]:
-        """The indices of the last line with progress, and of the last that two of its writer follow; or -1."""
+        """The indices of the last line with progress, and of the last one that two of its writer follow."""
         last, steps = -1, dict[str, int]()
         if not any(word in self.text for word in _PROGRESS_WORDS):
             return -1, -1
