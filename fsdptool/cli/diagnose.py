@@ -10,6 +10,7 @@ import typer
 
 from fsdptool.cli.options import Format, FormatOption, print_document
 from fsdptool.errors import ConfigError, ExitCode
+from fsdptool.files.text import is_file
 
 if TYPE_CHECKING:
     from fsdptool.records.diagnosis import FailureDiagnosis
@@ -20,18 +21,33 @@ def command(
         list[Path] | None,
         typer.Argument(
             help="Logs of one run of any program that trains with FSDP, or a run folder; - reads standard"
-            " input.",
-            metavar="LOG...|RUN",
+            " input. Or traces of torch's profiler, one of each rank.",
+            metavar="LOG...|RUN|TRACE...",
         ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Compare traces with this plan.", metavar="PLAN.json")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Compare traces with the prediction of this run folder.", metavar="RUN"),
     ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Recognise known failures of FSDP runs: the cause, what to change, and the rule's page.
 
+    Of traces of torch's profiler: where the time of a step goes, and which rank the others wait for.
+
     Exits with 0 if a cause was recognised or the run has not failed, and with 5 if the cause is unknown.
     """
     from fsdptool.records.diagnostic import envelope
 
+    if _are_traces(targets or []):
+        return _profile(targets or [], plan, run, format)
+    if plan is not None or run is not None:
+        raise ConfigError(
+            "--plan and --run are compared with traces only", help="give traces, or leave them out"
+        )
     diagnosis = _diagnose(targets or [])
     if format is Format.JSON:
         print_document(envelope("diagnose", diagnosis.target, diagnosis))
@@ -43,6 +59,51 @@ def command(
         return int(ExitCode.INCOMPLETE)
     if diagnosis.run is None and not diagnosis.failures and not diagnosis.ended_well:
         return int(ExitCode.INCOMPLETE)
+    return int(ExitCode.CLEAN)
+
+
+def _are_traces(targets: list[Path]) -> bool:
+    """Say whether the command line names traces of torch's profiler.
+
+    Raises:
+        ConfigError: Some of the files are traces, and others are not.
+    """
+    from fsdptool.runs.recordings.traces import is_trace
+
+    # What a shell substitutes can be read only once.
+    kinds = {is_file(target) and is_trace(target) for target in targets}
+    if len(kinds) > 1:
+        raise ConfigError("traces and other files are given", help="diagnose the traces on their own")
+    return True in kinds
+
+
+def _profile(targets: list[Path], plan: Path | None, run: Path | None, format: Format) -> int:
+    """Print where the time of steps goes, by traces.
+
+    Raises:
+        ConfigError: Both a plan and a run are given.
+    """
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.runs.recordings.step_times import profile_traces
+
+    if plan is not None and run is not None:
+        raise ConfigError("--plan and --run are given", help="compare with one of them")
+    planned = None
+    if plan is not None:
+        from fsdptool.planning.plan import chosen_candidate, read_plan
+
+        planned = chosen_candidate(read_plan(plan))
+    elif run is not None:
+        from fsdptool.planning.compare import required_prediction
+
+        planned = required_prediction(run)
+    profile = profile_traces(targets, planned)
+    if format is Format.JSON:
+        print_document(envelope("profile", " ".join(map(str, targets)), profile))
+    else:
+        from fsdptool.report.console.profiles import print_profile
+
+        print_profile(profile)
     return int(ExitCode.CLEAN)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import gzip
 import hashlib
 import io
 import os
@@ -12,6 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from fsdptool.errors import StorageError
 
@@ -317,6 +319,28 @@ def read_bytes(path: str | Path, *, limit: int = SIZE_LIMIT) -> bytes:
     if len(data) > limit:
         raise UnreadableError("FSD102", f"the file has {size:,} bytes; more than {limit:,} are not read")
     return data
+
+
+def unpacked(stream: io.BufferedReader) -> BinaryIO:
+    """Return a stream of what gzip compressed; one that is not compressed as it is."""
+    if stream.peek(2)[:2] != b"\x1f\x8b":
+        return stream
+    return cast("BinaryIO", gzip.GzipFile(fileobj=stream))
+
+
+def read_beginning(path: str | Path, size: int) -> bytes:
+    """Return the first ``size`` bytes of a file, or of what gzip compressed in it; empty if that is damaged.
+
+    Raises:
+        UnreadableError: As :func:`open_regular`.
+    """
+    try:
+        with open_regular(path) as stream:
+            return unpacked(stream).read(size)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return b""
+    except OSError as error:
+        raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
 
 
 def read_ends(path: str | Path, *, head: int = 0, tail: int) -> tuple[bytes, bytes, int]:

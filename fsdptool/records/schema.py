@@ -58,6 +58,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),
     "precompute": DocumentFormat("command_documents.PrecomputeReport", "Precompute"),
     "presets": DocumentFormat("config_documents.PresetList", "Presets"),
+    "profile": DocumentFormat("profile.Profile", "Where the time of steps went"),
     "proof": DocumentFormat("proof.ShardingProof", "Proof of sharding", "saved"),
     "queue": DocumentFormat("queue.QueueReport", "Queue"),
     "recipe": DocumentFormat("recipe.Recipe", "fsdptool recipe", "input", envelope=False),

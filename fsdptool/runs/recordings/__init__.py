@@ -1,0 +1,1 @@
+"""Recordings of runs that torch writes: profiler traces and flight records. Torch-free."""
