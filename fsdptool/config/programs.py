@@ -162,14 +162,18 @@ class Consumer:
     Attributes:
         name: The program.
         version: Its version.
-        checked: False when the version is not one the rules were checked against by running it.
+        checked: False when neither the rules were checked against the version by running it, nor the table of
+            keys (:mod:`fsdptool.config.key_history`) has it.
         beside: Versions of other packages that ``--target`` names behind the program's.
+        judged: Whether keys are looked up in that table: ``--target`` names the version, or it is another one
+            than the rules were checked against.
     """
 
     name: str
     version: str
     checked: bool = True
     beside: tuple[tuple[str, str], ...] = ()
+    judged: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"

@@ -13,6 +13,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from fsdptool.config.dialects.protocol import API_VERSION, Dialect, RunFormat
+from fsdptool.config.key_history import is_known, known_versions
 from fsdptool.config.programs import PROGRAMS, Consumer, Program, installed_version
 from fsdptool.errors import ConfigError
 from fsdptool.families.loading import load_bounded
@@ -324,10 +325,14 @@ def resolve_consumer(
             version = None
         else:
             program = _of_package(package) or program
+    judged = version is not None
     if version is None:
         version = program.assumed or installed_version(program.package) or program.checked or "0"
     checked = program.checked is None or _same_minor(version, program.checked)
-    return Consumer(program.name, version, checked, beside)
+    judged = judged or not checked
+    if known_versions(program.package):
+        checked = is_known(program.package, version)
+    return Consumer(program.name, version, checked, beside, judged)
 
 
 def script_versions(target: str | None) -> dict[str, str]:

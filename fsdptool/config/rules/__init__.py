@@ -6,6 +6,7 @@ from fsdptool.config.rules.examples import FSDP2, TRAINER, added, classes, sizes
 from fsdptool.config.rules.meaning import MEANING
 from fsdptool.config.rules.mesh import MESH
 from fsdptool.config.rules.model import HARDWARE, MODEL
+from fsdptool.config.rules.versions import VERSIONS
 from fsdptool.records.diagnostic import Example, Rule
 from fsdptool.scripts.rules import RULES as SCRIPTS
 
@@ -215,5 +216,5 @@ SCHEMA = (
          example=added("  _note: ours\n")),
 )  # fmt: skip
 
-_EVERY = (*PARSE, *SCHEMA, *MEANING, *MESH, *MODEL, *HARDWARE, *SCRIPTS)
+_EVERY = (*PARSE, *SCHEMA, *MEANING, *VERSIONS, *MESH, *MODEL, *HARDWARE, *SCRIPTS)
 RULES: dict[str, Rule] = {rule.code: rule for rule in sorted(_EVERY, key=lambda rule: rule.code)}

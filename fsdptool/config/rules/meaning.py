@@ -14,6 +14,7 @@ from fsdptool.config.edits import NotEditableError, edits_between
 from fsdptool.config.rules.examples import FSDP1, FSDP2, TRAINER, TRL, added, classes, simpletuner
 from fsdptool.config.rules.mesh import check_mesh, check_processes, launched_by_accelerate
 from fsdptool.config.rules.model import Hardware, check_hardware, check_model
+from fsdptool.config.rules.versions import check_versions
 from fsdptool.records.diagnostic import Edit, Example, Rule
 
 if TYPE_CHECKING:
@@ -192,10 +193,6 @@ MEANING = (
          "Write the setting in the file, or unset the variable.",
          example=Example("FSDP_STATE_DICT_TYPE=FULL_STATE_DICT accelerate launch --use_fsdp train.py\n",
                          "accelerate launch --use_fsdp --fsdp_state_dict_type FULL_STATE_DICT train.py\n")),
-    Rule("FSD344", "setting newer than the target version", "error",
-         "The setting does not exist in the accelerate or transformers version named by --target.",
-         "Upgrade, or leave the setting out.",
-         example=Example(FSDP2, FSDP2, "--target accelerate==1.5", "--target accelerate==1.15")),
     Rule("FSD345", "optimizer that does not work on sharded parameters", "warning",
          "SimpleTuner replaces optimi-*, bnb-* and soap optimizers under FSDP2; elsewhere they fail in the "
          "first step. bitsandbytes 0.50 takes sharded parameters for plain tensors. axolotl 0.19 refuses "
@@ -240,11 +237,6 @@ MEANING = (
          "checkpointing); TrainingArguments 5.23 reads neither.",
          "Use accelerate's key in the accelerate YAML.",
          example=added("  activation_cpu_offload: true\n", to=TRAINER)),
-    Rule("FSD354", "checked against another version", "info",
-         "The rules were checked by running accelerate 1.15.0 and transformers 5.23.0; for other versions "
-         "they are a best guess.",
-         "No action is needed.",
-         example=Example(FSDP2, FSDP2, "--target accelerate==1.14", "--target accelerate==1.15")),
     Rule("FSD355", "settings nested one level too deep for --fsdp_config", "warning",
          "The file holds `fsdp` and `fsdp_config` and nothing else. Parsed as TrainingArguments it works; "
          "given as the file of --fsdp_config, transformers 5.23 looks for its keys one level higher, finds "
@@ -328,14 +320,12 @@ def check_meaning(
         model: The model, for the family ``model``.
         hardware: GPUs and hosts, for the family ``hardware``.
     """
-    if not lint.consumer.checked:
-        lint.report("FSD354", f"checked for {lint.consumer}; the rules were verified with another version")
+    check_versions(lint)
     if not lint.configures_fsdp:
         return
     _conflicts(lint)
     if not lint.runs_fsdp:
         return
-    _target(lint)
     _version(lint)
     check_mesh(lint)
     _wrapping(lint)
@@ -374,27 +364,6 @@ def _conflicts(lint: LintContext) -> None:
             fix="write FSDP",
             changes={"*": "FSDP"},
         )
-
-
-def _target(lint: LintContext) -> None:
-    consumer = lint.consumer
-    if consumer.name == "accelerate":
-        # accelerate release notes: FSDP2 in 1.6.0, ParallelismConfig in 1.10.0; activation offload is
-        # newer than 1.14 (absent from its plugin, present in 1.15.0's).
-        if lint.get("fsdp_version") == 2 and consumer.before(1, 6):
-            lint.report("FSD344", f"fsdp_version 2 does not exist in {consumer}", "fsdp_version")
-        if lint.parallelism_block is not None and consumer.before(1, 10):
-            lint.report(
-                "FSD344",
-                f"parallelism_config does not exist in {consumer}",
-                lint.root.get("parallelism_config"),
-            )
-        if lint.get("activation_checkpointing_offload") and consumer.before(1, 15):
-            lint.report(
-                "FSD344",
-                f"activation offload does not exist in {consumer}",
-                "activation_checkpointing_offload",
-            )
 
 
 def _version(lint: LintContext) -> None:

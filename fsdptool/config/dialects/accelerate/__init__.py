@@ -26,6 +26,7 @@ from fsdptool.config.dialects.accelerate.keys import (
 )
 from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.config.edits import block_lines
+from fsdptool.config.key_history import has_key
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 from fsdptool.records.mesh import TRAINED, ParallelDims
@@ -212,6 +213,11 @@ def _top_level(lint: LintContext) -> None:
         if key in TOP_LEVEL or key in CONVERTED:
             if key in INERT:
                 _inert(lint, entry)
+            continue
+        if lint.consumer.name == "accelerate" and has_key(
+            "accelerate", ("file",), str(key), lint.consumer.version
+        ):
+            lint.ignore(entry, "a key of an older accelerate that does not concern FSDP")
             continue
         report_top_level(lint, entry)
 

@@ -250,7 +250,9 @@ def _around(lint: LintContext) -> None:
 
 def _version(lint: LintContext, block: Node | None) -> int:
     root = lint.root
-    top = root.get("fsdp_version")
+    # 0.10 and 0.11 read the version inside fsdp_config only, and drop the key at top level.
+    inside = lint.consumer.before(0, 12)
+    top = None if inside else root.get("fsdp_version")
     inner = None
     if block is not None:
         inner = block.get("fsdp_version") or block.get("version")
@@ -269,7 +271,7 @@ def _version(lint: LintContext, block: Node | None) -> int:
     both = block.get("fsdp_version") if block is not None and top is not None else None
     if both is not None:
         _twice(lint, block, both, meant)
-    if top is None and inner is not None and block is not None:
+    if top is None and inner is not None and block is not None and not inside:
         removed = lint.editor.remove(block, inner)
         added = lint.editor.add(root, None, {"fsdp_version": meant}) if len(block.entries) > 1 else None
         edits = (*removed, *added) if removed is not None and added is not None else None

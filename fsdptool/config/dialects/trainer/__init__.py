@@ -26,6 +26,7 @@ from fsdptool.config.canonical import (
 )
 from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.protocol import Dialect, LintContext
+from fsdptool.config.programs import is_before
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 from fsdptool.records.diagnostic import Edit
@@ -277,7 +278,15 @@ _OLD = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
 
 def _has_old(lint: LintContext) -> bool:
     """Whether the two keys are arguments still, as they were before transformers 5."""
-    return lint.consumer.name == "trainer" and lint.consumer.before(5)
+    return _before(lint, 5)
+
+
+def _before(lint: LintContext, *parts: int) -> bool:
+    """Whether the transformers that reads the arguments is older than ``parts``."""
+    consumer = lint.consumer
+    if consumer.name in ("trainer", "llamafactory"):
+        return consumer.before(*parts)
+    return consumer.name == "trl" and is_before(consumer.version_of("transformers"), *parts)
 
 
 def _move_old(lint: LintContext, entry: Entry) -> Any:
@@ -345,6 +354,8 @@ def read_config(lint: LintContext, block: Node | None) -> None:
     if _runs_xla(lint, chosen.get("xla")):
         return
     version = _version(lint, chosen.get("version"), block)
+    if _before(lint, 5, 10):
+        _drop_unread(lint, chosen)
     read_switch(lint, version, chosen)
     for key, name in KEYS.items():
         entry = chosen.get(key)
@@ -358,6 +369,47 @@ def read_config(lint: LintContext, block: Node | None) -> None:
     plugin.synchronise(lint)
     if version == 2:
         _judge_optimizer(lint, lint.root.get("optim"))
+
+
+def _drop_unread(lint: LintContext, chosen: dict[str, Entry]) -> None:
+    """Take out what transformers before 5.10 does not read, and set what it passes instead.
+
+    Source: ``training_args.py`` of 4.57.6 (``__post_init__``) and of 5.0.0 to 5.9.0
+    (``_process_fsdp_args``). The words of ``fsdp`` decide on wrapping; the plugin's own defaults count for
+    the rest. Under version 2, 5.0 to 5.3 pass ``reshard_after_forward`` as false where it is not written.
+    """
+    unread = ["auto_wrap_policy", "state_dict_type", "cpu_offload"]
+    unread += ["reshard_after_forward"] if _before(lint, 5) else []
+    for key in unread:
+        entry = chosen.pop(key, None)
+        if entry is not None:
+            lint.ignore(entry, f"{_transformers(lint)} does not read it")
+    version = lint.get("fsdp_version")
+    lint.set("state_dict_type", "full" if version == 1 else "sharded")
+    lint.set("cpu_offload", False)
+    if version == 2 and "reshard_after_forward" not in chosen:
+        lint.set("reshard_after_forward", not _before(lint, 5, 4))
+    switch = lint.root.get("fsdp")
+    threshold = chosen.get("min_num_params")
+    size = threshold is not None and (spelling.integer(threshold.node.value) or 0) > 0
+    if switch is None or "auto_wrap" in _words(switch):  # a file of --fsdp_config does not show the words
+        lint.set("wrap_policy", "size" if size else "transformer", entry=switch)
+        return
+    lint.set("wrap_policy", "none")
+    lint.report(
+        "FSD315",
+        f"fsdp has no auto_wrap, without which {_transformers(lint)} wraps nothing",
+        switch,
+        help="write fsdp: full_shard auto_wrap",
+    )
+
+
+def _words(switch: Entry | None) -> list[str]:
+    """Return the words of ``fsdp``, as text or list."""
+    value = to_python(switch.node) if switch is not None else None
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return value.split() if isinstance(value, str) else []
 
 
 _BITSANDBYTES = frozenset([
@@ -493,14 +545,14 @@ def _transformers(lint: LintContext) -> str:
 
 def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
     # Older transformers read a missing version as 1; axolotl's source names 5.10 as the change.
-    fallback = 1 if lint.consumer.name == "trainer" and lint.consumer.before(5, 10) else 2
+    fallback = 1 if _before(lint, 5, 10) else 2
     if entry is None:
         lint.set("fsdp_version", fallback)
         holder = lint.root.get("fsdp_config") if block is not lint.root else None
         edits = lint.editor.add(block, holder, {"version": fallback}) if block is not None else None
         if block is None and not lint.config_path:
             edits = lint.editor.add(lint.root, None, {"fsdp_config": {"version": fallback}})
-        if edits is not None or block is not None:
+        if not _before(lint, 5) and (edits is not None or block is not None):
             lint.report(
                 "FSD338",
                 f"the version is not written: {_transformers(lint)} runs FSDP{fallback}",
@@ -514,7 +566,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         lint.set("fsdp_version", 2, entry=entry)
         lint.report_value("FSD206", f"version must be 1 or 2, not {entry.node.value!r}", entry)
         return 2
-    if lint.consumer.name == "trainer" and lint.consumer.before(5):
+    if _before(lint, 5):
         # training_args.py of 4.57.6 has no version; 5.0.0 passes it on.
         lint.ignore(entry, "transformers reads the version from 5.0 on")
         lint.set("fsdp_version", 1)
@@ -544,7 +596,7 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
     value = to_python(switch.node)
     if isinstance(value, bool) or not isinstance(value, str | list):
         return
-    items = value.split() if isinstance(value, str) else [str(item) for item in value]
+    items = _words(switch)
     reshard: bool | None = None
     offload = False
     bad: list[str] = []
@@ -556,19 +608,20 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
         elif item != "auto_wrap":
             bad.append(item)
     if version == 1:
-        strategies = [STRATEGY_NAMES.get(item.upper()) for item in items]
-        strategy = next((item for item in strategies if item is not None), None)
-        if strategy is not None and "reshard_after_forward" not in chosen:
-            strategy_under_1(lint, strategy, switch)
+        _strategy_of_words(lint, switch, items, chosen)
+    if version == 1 or _before(lint, 5, 10):
+        # Before 5.10 every name of a strategy is a word, which FSDP2 ignores.
         bad = [item for item in bad if STRATEGY_NAMES.get(item.upper()) is None]
     if bad:
         _bad_words(lint, switch, items, bad)
         return
     written = "reshard_after_forward" in chosen
-    if version == 2 and reshard is not None and not written:
+    if version == 2 and reshard is not None and not written and not _before(lint, 5, 4):
         lint.set("reshard_after_forward", reshard, entry=switch)
     if offload and "cpu_offload" not in chosen:
         lint.set("cpu_offload", True, entry=switch)
+    if _before(lint, 5, 10):
+        return
     lint.report_value(
         "FSD339",
         f"fsdp: {_shown(value)} is the legacy form",
@@ -578,6 +631,18 @@ def read_switch(lint: LintContext, version: int, chosen: dict[str, Entry]) -> No
         ),
         fix="write fsdp: true and the options in fsdp_config",
     )
+
+
+def _strategy_of_words(
+    lint: LintContext, switch: Entry, items: list[str], chosen: Mapping[str, Entry]
+) -> None:
+    strategies = [STRATEGY_NAMES.get(item.upper()) for item in items]
+    strategy = next((item for item in strategies if item is not None), None)
+    if _before(lint, 5, 4):
+        # Exported as FSDP_SHARDING_STRATEGY before 5.0, and passed to the plugin since: it runs.
+        lint.set("sharding_strategy", strategy or "full_shard", entry=switch if strategy else None)
+    elif strategy is not None and "reshard_after_forward" not in chosen:
+        strategy_under_1(lint, strategy, switch)
 
 
 def _shown(value: Any) -> str:
@@ -775,7 +840,10 @@ def _reshard(lint: LintContext, entry: Entry, value: Any, version: int) -> None:
     if version == 1:
         word = str(value).upper()
         strategy = STRATEGIES.get(word)
-        strategy_under_1(lint, strategy, entry)
+        if not _before(lint, 5, 4):
+            strategy_under_1(lint, strategy, entry)
+        else:
+            lint.ignore(entry, "the strategy that fsdp names comes before it")
         if strategy is None:
             lint.report_value(
                 "FSD206",
