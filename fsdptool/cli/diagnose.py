@@ -21,8 +21,8 @@ def command(
         list[Path] | None,
         typer.Argument(
             help="Logs of one run of any program that trains with FSDP, or a run folder; - reads standard"
-            " input. Or traces of torch's profiler, one of each rank.",
-            metavar="LOG...|RUN|TRACE...",
+            " input. Or traces of torch's profiler or flight records, one of each rank.",
+            metavar="LOG...|RUN|RECORDING...",
         ),
     ] = None,
     plan: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,15 @@ from fsdptool.records.diagnosis import FailureDiagnosis, FailurePhase, Recognise
 from fsdptool.records.run import RunView
 from fsdptool.rules import signatures
 from fsdptool.runs.events import STARTUP, WorkerPhase, ranks_in, tail_events
-from fsdptool.runs.folder import LOGS, RUN
+from fsdptool.runs.folder import FLIGHT_RECORD, LOGS, RUN
 from fsdptool.runs.logs import LogText, read_log
 from fsdptool.runs.recognition import diagnose_logs, in_phase
+from fsdptool.runs.recordings.flight_records import (
+    FlightRecord,
+    absent_ranks,
+    is_flight_record,
+    read_flight_record,
+)
 from fsdptool.runs.view import read_view
 from fsdptool.runs.watchdog import phase_text
 
@@ -39,7 +45,18 @@ def diagnose(target: Path | Sequence[Path]) -> FailureDiagnosis:
         return _diagnose_run(targets[0])
     if folder := next((path for path in targets if is_folder(path)), None):
         raise ConfigError(f"{folder} is a folder", help="give one run folder, or logs of one run")
-    return diagnose_logs(" ".join(map(str, targets)), tuple(map(read_log, targets)))
+    records = {path: read_flight_record(path) for path in targets if is_flight_record(path)}
+    logs = tuple(records[path].log if path in records else read_log(path) for path in targets)
+    answer = diagnose_logs(" ".join(map(str, targets)), logs)
+    return replace(answer, notes=(*answer.notes, *_without_record(records.values())))
+
+
+def _without_record(records: Collection[FlightRecord]) -> Iterator[str]:
+    """Name the ranks of a run whose flight record is not given, where others are."""
+    if absent := absent_ranks(records):
+        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        some = "ranks" if len(absent) > 1 else "rank"
+        yield f"the flight record of {some} {shown} is missing: look there first"
 
 
 def _diagnose_run(folder: Path) -> FailureDiagnosis:
@@ -107,6 +124,10 @@ def _run_logs(folder: Path, view: RunView) -> Iterator[LogText]:
         path = folder / LOGS / f"rank-{rank:05d}.log"
         with contextlib.suppress(StorageError):
             yield read_log(path, name=f"{LOGS}/{path.name}", rank=rank)
+        path = folder / LOGS / f"{FLIGHT_RECORD}{rank}"
+        with contextlib.suppress(StorageError, ConfigError):
+            if is_flight_record(path):
+                yield read_flight_record(path, name=f"{LOGS}/{path.name}").log
     with contextlib.suppress(StorageError):
         yield read_log(folder / LOGS / "launcher.log", name=f"{LOGS}/launcher.log")
 

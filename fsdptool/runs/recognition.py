@@ -583,25 +583,45 @@ _ENQUEUED = re.compile(r"Last enqueued NCCL work: (\d{1,18}), last completed NCC
 
 
 def _behind(indexed: _Indexed) -> RecognisedFailure | None:
-    """Return the ranks that called fewer collectives than others of all ranks' group, as their dumps show."""
-    counts: dict[int, tuple[int, LogText, int]] = {}
+    """Return the ranks that called fewer collectives than others of their group, as their dumps show."""
+    groups: dict[str | None, dict[int, tuple[int, LogText, int]]] = defaultdict(dict)
     for log, index in indexed:
         for at in index.lines_with(_DUMPED, _COUNTED):
             rank, line = log.rank_at(at), log.lines[at]
-            match, group = _ENQUEUED.search(line), next(reversed(list(_GROUP.finditer(line))), None)
-            if match is not None and rank is not None and _group_name(group) is None:
-                counts.setdefault(rank, (int(match[1]), log, at))
-    most = max((count for count, _, _ in counts.values()), default=0)
-    late = sorted(rank for rank, (count, _, _) in counts.items() if count < most)
-    if not late or 2 * len(late) > len(counts):
-        return None
-    count, log, at = counts[late[0]]
+            match, named = _ENQUEUED.search(line), next(reversed(list(_GROUP.finditer(line))), None)
+            if match is not None and rank is not None:
+                groups[_group_name(named)].setdefault(rank, (int(match[1]), log, at))
+    for group, counts in sorted(groups.items(), key=lambda item: item[0] or ""):
+        most = max(count for count, _, _ in counts.values())
+        late = sorted(rank for rank, (count, _, _) in counts.items() if count < most)
+        if late and 2 * len(late) <= len(counts):
+            return _late(indexed, group, late, counts[late[0]], most)
+    return None
+
+
+def _late(
+    indexed: _Indexed, group: str | None, late: Sequence[int], first: tuple[int, LogText, int], most: int
+) -> RecognisedFailure:
+    """Return the failure of ranks that are behind, with the call that the first of them has not made."""
+    count, log, at = first
     failure = _shown(_signature(_BEHIND), log, [at], late)
     missed = f"{most - count} collective{'s' if most - count > 1 else ''}"
+    of_group = f" of process group {group}" if group is not None else ""
+    waiting = next(
+        (
+            call.log.lines[call.at]
+            for other, index in indexed
+            for call in _calls(other, index)
+            if (call.group, call.sequence) == (group, count + 1) and call.rank not in late
+        ),
+        None,
+    )
     return replace(
         failure,
         text=_ENQUEUED.search(log.lines[at])[0],  # type: ignore[index]
-        why=f"Rank {late[0]} is {missed} behind: it has called {count}, others wait in {most}. {failure.why}",
+        why=f"Rank {late[0]} is {missed}{of_group} behind: it has called {count}, others wait in {most}."
+        f" {failure.why}",
+        also=failure.also if waiting is None else (f"missing: {waiting[:LINE_LENGTH]}", *failure.also),
     )
 
 
