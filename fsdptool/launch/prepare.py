@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from fsdptool.records.compilation import Compilation
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.fused_loss import FusedLoss
 from fsdptool.records.plan import Candidate
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import FUSED_ATTENTION, Attention, Recipe
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import FsdpSettings, UnitPlan
 from fsdptool.runs.folder import ACCELERATE, RECIPE
@@ -125,6 +126,7 @@ def prepare(
     # The folder keeps the batch as it was given: a run may be resumed on other ranks.
     recipe = replace(run.recipe, batch=recipe.batch)
     check_context(spec, run)
+    _check_attention(recipe.model.attention, device, packages=not without_gpus)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
     run, compilation, fused_loss = _decide(anatomy, run, on_this_machine=not without_gpus)
@@ -167,6 +169,35 @@ def prepare(
             *(() if with_data else ("data",)),
         ),
     )
+
+
+_PACKAGES: Mapping[Attention, tuple[str, str]] = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+"""Modules of attention kernels and their distributions; ``kernels`` fetches either (transformers 5.23)."""
+
+
+def _check_attention(attention: Attention, device: Device, *, packages: bool) -> None:
+    """Check that the attention of a recipe can run.
+
+    Args:
+        attention: Of the model.
+        device: Of the run.
+        packages: Whether this machine is the one that needs the packages.
+
+    Raises:
+        ConfigError: It is a kernel for GPUs and the run has none, or its package is missing.
+    """
+    usual = "set model.attention: sdpa"
+    if device == "cpu" and attention in FUSED_ATTENTION:
+        raise ConfigError(f"{attention} runs on GPUs alone, and this run is on the CPU", help=usual)
+    module, package = _PACKAGES.get(attention, (None, ""))
+    if packages and module is not None and not (find_spec(module) or find_spec("kernels")):
+        raise ConfigError(
+            f"{attention} needs a package that is not installed: {package} or kernels",
+            help=f"pip install kernels, or {usual}",
+        )
 
 
 def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bool) -> None:

@@ -155,7 +155,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> T
         {
             "model": cache_parts(anatomy.spec),
             "method": to_json(recipe.method),
-            "choice": [recipe.model.dtype, recipe.model.attention],
+            "dtype": recipe.model.dtype,
             "code": source_digest(__name__),
         }
     )
@@ -165,7 +165,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> T
     from fsdptool.families.registry import family_of
     from fsdptool.inspection.build import build
 
-    model = build(anatomy.spec, dtype=recipe.model.dtype, attention=recipe.model.attention, initialise=False)
+    model = build(anatomy.spec, dtype=recipe.model.dtype, initialise=False)
     method.prepare(model, recipe, family_of(anatomy.spec), anatomy.spec.config)
     trained = TrainedModel(_anatomy_of_live(model, anatomy), method.replicated(model, recipe), anatomy)
     if use_cache and not findings:

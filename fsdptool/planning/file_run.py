@@ -29,6 +29,7 @@ from fsdptool.records.described_run import (
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Bound, PlanLimit
 from fsdptool.records.recipe import (
+    FUSED_ATTENTION,
     Batch,
     Data,
     Distillation,
@@ -173,6 +174,7 @@ def file_run(
     ranks: int,
     *,
     cpu: bool = False,
+    fused: bool = False,
     decided: Collection[str] = (),
     trusted: bool = False,
 ) -> FileRun:
@@ -184,6 +186,7 @@ def file_run(
         where: The file, for messages.
         ranks: Ranks that the plan is for.
         cpu: Whether they are CPU processes.
+        fused: Whether to take the fused attention that the file names, and not SDPA in its place.
         decided: Names of the options that override the file.
         trusted: Whether code that the file names as its model may be imported.
 
@@ -197,7 +200,8 @@ def file_run(
     ]
     choice = ModelChoice(_model(run, model, where, trusted), trust_remote_code=trusted)
     run = _with_dtype_of_checkpoint(run, choice)
-    choice = replace(choice, **_model_settings(run))
+    whole = "cp" not in decided and (run.mesh.cp or 1) == 1
+    choice = replace(choice, **_model_settings(run, fused and whole))
     recipe = Recipe(
         choice,
         method=_method(run, choice, limits, decided),
@@ -297,14 +301,39 @@ def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> Describ
     return replace(run, **decided)
 
 
-def _model_settings(run: DescribedRun) -> dict[str, Any]:
-    """Return the dtype of the stored model and its attention implementation."""
+_FUSED = {
+    "fa2": "flash_attention_2", "fa3": "flash_attention_3", "varlen": "flash_attention_2",
+    "te": "flash_attention_2", "flex": "flex_attention",
+}  # fmt: skip
+"""Other names of attention without scores. cuDNN's, which Transformer Engine calls, keeps what flash
+attention keeps. Kernels of the hub have ``flash-attn2`` or ``-attn3`` in their names."""
+
+
+def _attention(named: str) -> str:
+    """Return the attention that keeps for backward what one of another program keeps.
+
+    Args:
+        named: As a file names it, or a program's default: ``flash_attention_2 if installed, else sdpa``.
+    """
+    named = named.partition(" if installed")[0]
+    hub = re.fullmatch(r"[\w-]+/(?:vllm-)?flash-attn([23])?(?:@.*|:.*)?", named)
+    word = f"flash_attention_{hub[1] or 2}" if hub is not None else _FUSED.get(named, named)
+    return word if word == "eager" or word in FUSED_ATTENTION else "sdpa"
+
+
+def _model_settings(run: DescribedRun, fused: bool) -> dict[str, Any]:
+    """Return the dtype of the stored model and its attention implementation.
+
+    Args:
+        run: As its file describes it.
+        fused: Whether attention may be a fused kernel's. None is planned on a part of a sequence.
+    """
     frozen = run.method not in (None, "full")
     stored = run.base_dtype if frozen else run.stored_dtype
-    found: dict[str, Any] = {"dtype": TORCH_DTYPES.get(stored or "", "auto")}
-    if (run.attention or "").lower() == "eager":
-        found["attention"] = "eager"
-    return found
+    attention = _attention((run.attention or "").lower())
+    if attention in FUSED_ATTENTION and not fused:
+        attention = "sdpa"
+    return {"dtype": TORCH_DTYPES.get(stored or "", "auto"), "attention": attention}
 
 
 def _data(run: DescribedRun) -> Data:

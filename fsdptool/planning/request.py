@@ -161,7 +161,14 @@ def _from_file(
     ranks = _ranks(options, run, reference)
     trusted = options.get("trust_remote_code", False)
     made = file_run(
-        run, options.get("model"), reference, ranks, cpu=cpu, decided=options.keys(), trusted=trusted
+        run,
+        options.get("model"),
+        reference,
+        ranks,
+        cpu=cpu,
+        fused=not cpu,
+        decided=options.keys(),
+        trusted=trusted,
     )
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}

@@ -16,6 +16,7 @@ BelowOne = Annotated[float, Keywords(minimum=0, exclusiveMaximum=1)]
 Ratio = Annotated[float, Keywords(minimum=0, maximum=1)]
 
 Layout = Literal["native", "accelerate"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 MethodName = Literal["full", "lora", "distillation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Implementation = Literal["auto", "fused", "foreach", "for_loop"]
@@ -35,10 +36,15 @@ class ModelChoice:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """dtype of the stored (master) parameters. ``auto`` is fp32; where the whole model is frozen (LoRA's
     base, a teacher) it is the dtype that the model computes in."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attention: Attention = "sdpa"
+    """Names of transformers. A plan needs none of the packages, and takes FlexAttention as compiled."""
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Configuration keys to change, for example ``num_hidden_layers: 4``."""
+
+
+FUSED_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
+"""Attention that runs on GPUs alone, by kernels that never store a score or a mask of all positions."""
 
 
 MAX_LORA_RANK = 1 << 16

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdptool.errors import ConfigError
 from fsdptool.launch.prepare import prepare
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "two_cpu_processes.yaml"
@@ -37,3 +38,14 @@ def test_a_prediction_for_the_full_length_says_so(
     prepared = prepare(tmp_path / "recipe.yaml", CONFIG, with_data=False)
     assert prepared.prediction is not None
     assert any("predicted for sequences of 24 tokens" in note for note in prepared.notes) is told
+
+
+def test_attention_by_a_kernel_of_gpus_is_refused_on_cpus(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{reference: {tmp_path / 'config.json'}, weights: random, attention: flash_attention_3}}\n"
+        "data: {source: synthetic}\nbatch: {sequence_length: 24}\nsteps: 1\n"
+    )
+    with pytest.raises(ConfigError, match="flash_attention_3 runs on GPUs alone") as refused:
+        prepare(tmp_path / "recipe.yaml", CONFIG, with_data=False)
+    assert refused.value.help == "set model.attention: sdpa"

@@ -13,17 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.kernels import kernels_of
 from fsdptool.memory.tracing.operators import copied_bytes
+from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling import half_groups_only
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import load_gpu
 from fsdptool.planning.search_point import point_of
 from fsdptool.records.cluster import Cluster
-from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.trace import Trace
 from fsdptool.source import resolve
 
 FLASH = "_scaled_dot_product_flash_attention"
@@ -107,6 +110,52 @@ def test_plans_for_gpus_before_ampere_assume_no_flash_attention(tmp_path: Path) 
         trace = estimator.trace_of(point_of(run), Cluster(load_gpu(name), 1))
         kinds = {item.fused for item in trace.operations if item.kind.startswith("attention")}
         assert kinds == {fused}, name
+
+
+GROUPS = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, **GROUPS}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SMALL}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, **SMALL}
+
+
+def traced(folder: Path, config: dict[str, Any], attention: Any, length: int, mask: bool = True) -> Trace:
+    (folder / "config.json").write_text(json.dumps(config))
+    choice = ModelChoice(str(folder), attention=attention)
+    recipe = Recipe(choice, data=Data(document_mask=mask), batch=Batch(sequence_length=length))
+    run = resolve_run(recipe, FsdpSettings(num_processes=1, mixed_precision="bf16"))
+    return trace(resolve(str(folder)), run, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("attention", "square"),
+    [("eager", True), ("flash_attention_2", False), ("flash_attention_3", False), ("flex_attention", False)],
+)
+def test_a_plan_of_fused_attention_has_no_scores(tmp_path: Path, attention: str, square: bool) -> None:
+    """Without the packages. gpt-oss has attention sinks, for which SDPA has no kernel, and windows."""
+    short, long = (traced(tmp_path, GPT_OSS, attention, length) for length in (256, 512))
+    assert long.known
+    assert (sum(long.sizes) > 2.1 * sum(short.sizes)) == square
+    assert "model.layers.0.self_attn.sinks" in long.gradients
+
+
+def test_fused_attention_takes_what_sdpa_takes_without_a_mask(tmp_path: Path) -> None:
+    plain, fused = (
+        traced(tmp_path, LLAMA, attention, 128, mask=False) for attention in ("sdpa", "flash_attention_2")
+    )
+    assert fused == plain
+    t5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "num_layers": 1}
+    with pytest.raises(ConfigError, match="transformers has no flash_attention_2 for T5ForConditionalG"):
+        traced(tmp_path, t5, "flash_attention_2", 32)
+
+
+def test_values_of_another_width_are_for_the_memory_efficient_kernel() -> None:
+    """As in DeepSeek's latent attention."""
+    operators = Operators()
+    with FakeTensorMode(), kernels_of("cuda"), operators:
+        query, value = torch.empty(1, 8, 64, 24).bfloat16(), torch.empty(1, 8, 64, 16).bfloat16()
+        out, _ = sdpa_attention_forward(Layer(), query, query[:, :2], value[:, :2], None)
+    assert operators.seen == [(EFFICIENT, 8)]
+    assert out.shape == (1, 64, 8, 16)
 
 
 @pytest.mark.parametrize(("version", "grouped"), [("2.11.0", False), ("2.13.0", False), ("2.14.0", True)])

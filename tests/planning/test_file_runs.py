@@ -12,7 +12,7 @@ import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
-from fsdptool.planning.file_run import bound_of
+from fsdptool.planning.file_run import bound_of, file_run, read_file_run
 from fsdptool.records.plan import Plan, PlanLimit
 from fsdptool.records.recipe import Lora
 from fsdptool.report import plan_words as words
@@ -127,6 +127,29 @@ def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
     assert peak is not None
     assert plan.candidates[0].allocated_peak_bytes == peak - ahead
     assert words.described(plan)[0].startswith("run described for axolotl")
+
+
+@pytest.mark.parametrize(
+    ("named", "attention"),
+    [
+        ("attn_implementation: flash_attention_3", "flash_attention_3"),
+        ("attn_implementation: kernels-community/vllm-flash-attn3", "flash_attention_3"),
+        ("flex_attention: true", "flex_attention"),
+        ("attn_implementation: eager", "eager"),
+        ("", "sdpa"),
+    ],
+)
+def test_the_attention_of_a_file_is_planned(model: str, tmp_path: Path, named: str, attention: str) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(AXOLOTL.replace("flash_attention: true", named))
+    run = read_file_run(str(path))
+    assert run is not None
+    made = file_run(run, model, "train.yaml", 2, fused=True)
+    assert made.recipe.model.attention == attention
+    # A recipe for our own trainer, and a run whose ranks share sequences, take no fused attention.
+    for given in ({}, {"fused": True, "decided": ("cp",)}):
+        other = file_run(run, model, "train.yaml", 2, **cast("Any", given)).recipe.model.attention
+        assert other == ("eager" if attention == "eager" else "sdpa")
 
 
 def test_dropout_of_adapters_keeps_an_input_for_each(model: str, tmp_path: Path) -> None:

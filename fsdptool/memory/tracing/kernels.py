@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias
@@ -19,6 +21,7 @@ from torch.nn.attention.bias import CausalBias
 from fsdptool.families.objectives.packed_attention import assuming_cuda
 from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling import half_groups_only
+from fsdptool.records.recipe import FUSED_ATTENTION, Attention
 from fsdptool.records.trace import Profile
 from fsdptool.versions import torch_is
 
@@ -48,9 +51,10 @@ def _attend(
 ) -> torch.Tensor:
     """Route as ``sdp_utils.cpp`` does on CUDA (torch 2.13).
 
-    Flash for half precision without a mask; else the memory-efficient kernel, which takes masks and
-    fp32. Both compute a causal mask that has no values (``torch.nn.attention.bias``) by themselves. GPUs
-    before Ampere have no flash kernel, and plain products for bfloat16.
+    Flash for half precision without a mask and values as wide as queries; else the memory-efficient kernel,
+    which takes masks, fp32 and values of another width. Both compute a causal mask that has no values
+    (``torch.nn.attention.bias``) by themselves. GPUs before Ampere have no flash kernel, and plain products
+    for bfloat16.
     """
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = None, True
@@ -59,7 +63,7 @@ def _attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
         return plain
-    if flash and attn_mask is None and query.dtype in _HALF and max(query.shape[-1], value.shape[-1]) <= 256:
+    if flash and attn_mask is None and query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= 256:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if enable_gqa and key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
@@ -96,6 +100,105 @@ def _flash(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
     return out[..., :size] if extra else out
+
+
+class _InKernel(torch.autograd.Function):
+    """Attention sinks that the kernel adds to its sums: nothing is kept, and they get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        ctx.like = sinks.shape, sinks.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype = ctx.like
+        return gradient, gradient.new_zeros(shape, dtype=dtype)
+
+
+def _without_scores(
+    flex: bool,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' interface asks (5.23), by the kernel that SDPA takes without a mask.
+
+    Flash kernels and FlexAttention keep the same for backward: queries, keys, values, the output and the fp32
+    logarithm of each row's sum. A window counts as whole causal attention, although a kernel skips blocks
+    outside it. A cap of the scores adds nothing; a bias that the model has computed is taken as SDPA's mask.
+
+    Args:
+        flex: Whether sinks scale the output of the kernel (transformers 5.23, ``flex_attention.py``).
+        module: The attention layer.
+        query: [B, heads, S, D].
+        key, value: [B, key heads, S, D]; narrower values are padded for a flash kernel, as transformers does
+            (5.23, ``modeling_deepseek_v3.py``).
+        dropout, scaling, is_causal: As in torch's attention.
+        s_aux: The sinks, [heads].
+        position_bias: [B or 1, heads, S, S].
+
+    Returns:
+        [B, S, heads, D], and no attention weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    size = value.shape[-1]
+    if not flex and size < key.shape[-1]:
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - size))
+    biased = {} if position_bias is None else {"position_bias": position_bias}
+    out: torch.Tensor = sdpa_attention_forward(
+        module, query, key, value, None, dropout, scaling, is_causal, **biased
+    )[0][..., :size]
+    if s_aux is None:
+        return out, None
+    if flex:
+        return out * torch.sigmoid(s_aux.to(out.dtype)).unsqueeze(-1), None
+    return _InKernel.apply(out, s_aux), None  # type: ignore[no-untyped-call]
+
+
+_OWN = {name: "planned_flex" if "flex" in name else "planned_fused" for name in FUSED_ATTENTION}
+"""What transformers calls the implementations here. It would look for packages behind a name of its own, and
+makes masks for names alone that it knows masks of (5.23, ``masking_utils.py``)."""
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    for name in FUSED_ATTENTION:
+        AttentionInterface.register(_OWN[name], partial(_without_scores, name == "flex_attention"))
+
+
+def fuse_attention(model: nn.Module, attention: Attention) -> bool:
+    """Let a model attend as by a kernel that this machine need not have.
+
+    Args:
+        model: Just built.
+        attention: One of ``FUSED_ATTENTION``.
+
+    Returns:
+        Whether it does: False for a model for which transformers has none of these kernels. Parts of a model
+        without one, such as an image encoder, keep theirs.
+    """
+    _register()
+    changed = False
+    able = "_supports_flex_attn" if attention == "flex_attention" else "_supports_flash_attn"
+    for part in model.modules():
+        through_interface = getattr(part, "_can_set_attn_implementation", None)
+        if getattr(part, able, False) and through_interface is not None and through_interface():
+            # The property of that name would change the configurations of other parts, too.
+            vars(part.config)["_attn_implementation_internal"] = _OWN[attention]
+            changed = True
+    return changed
 
 
 def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -18,6 +18,7 @@ from fsdptool.memory.tracing.compiled_blocks import BlockCompiler
 from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
+from fsdptool.memory.tracing.kernels import fuse_attention
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.memory.tracing.tiled_loss import TiledLoss, loss_of_chunks
 from fsdptool.modeling import build_model
@@ -33,7 +34,8 @@ from fsdptool.modeling.tensor_parallel import split
 from fsdptool.modeling.units import TrainedModel, as_trained, compiled_modules, plan_teacher, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.diagnostic import library_versions
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.plan import OWN_LOOP
+from fsdptool.records.recipe import FUSED_ATTENTION, ModelChoice, Recipe
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.run import RunPhase
 from fsdptool.records.sharding import UnitPlan
@@ -229,7 +231,7 @@ def trained_model(
     """
     recipe, offload = run.recipe, run.settings.activation_checkpointing_offload
     method = method_of(recipe)
-    model = build_model(spec, recipe.model, cp=run.mesh.cp, initialise=False).train()
+    model = _built(spec, recipe.model, run).train()
     # A tensor-parallel plan lists the modules of every block.
     if cut is None or not method.adds_parameters or (plan.tensor or plan.experts) is not None:
         method.prepare(model, recipe, family_of(spec), spec.config)
@@ -249,6 +251,25 @@ def trained_model(
     if before == list(recomputed(model)):
         return _with_loss(model, spec, run)
     return trained_model(spec, run, plan, worst_routing=worst_routing)
+
+
+def _built(spec: ModelSpec, choice: ModelChoice, run: ResolvedRun) -> nn.Module:
+    """Build a model on meta, with attention whose package need not be here.
+
+    Other programs have kernels of their own where transformers has none: they keep the usual attention.
+
+    Raises:
+        ConfigError: transformers has no such attention for this model.
+    """
+    attention = choice.attention
+    if attention not in FUSED_ATTENTION or run.settings.use_cpu:
+        return build_model(spec, choice, cp=run.mesh.cp, initialise=False)
+    model = build_model(spec, replace(choice, attention="sdpa"), cp=run.mesh.cp, initialise=False)
+    if not fuse_attention(model, attention) and run.loop.program == OWN_LOOP.program:
+        raise ConfigError(
+            f"transformers has no {attention} for {spec.model_class}", help="set model.attention: sdpa"
+        )
+    return model
 
 
 def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module:
@@ -278,7 +299,7 @@ def _trace_teacher(
     objective = objective_for(recipe, spec)
 
     def make(_cut: Cut | None = None) -> nn.Module:
-        model = build_model(spec, choice, cp=run.mesh.cp, initialise=False)
+        model = _built(spec, choice, run)
         model.requires_grad_(False)
         return _with_loss(model.eval(), spec, run)
 

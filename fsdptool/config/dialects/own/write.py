@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from fsdptool.config.dialects.run_writer import RunWriter, dataset_id, optimizer_word
 from fsdptool.config.recipe import dump_recipe
@@ -17,6 +17,7 @@ from fsdptool.records.described_run import (
 )
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import (
+    Attention,
     Batch,
     Data,
     Distillation,
@@ -33,7 +34,7 @@ from fsdptool.records.recipe import (
 from fsdptool.records.sharding import FsdpSettings
 
 _DTYPES = {**TORCH_DTYPES, "checkpoint": "bfloat16"}
-_ATTENTION = {name: name for name in ("sdpa", "eager", "flash_attention_2")}
+_ATTENTION = {name: name for name in get_args(Attention)}
 _OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd", "muon")
 _FROM_CONFIG = ("torchtitan", "automodel", "fsdptool")
 """Programs whose pretraining starts from random weights."""
