@@ -19,21 +19,28 @@ import re
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from fsdptool.planning import Options, make_plan, read_request
-from fsdptool.planning.hardware import find_gpu, machine_for
+from fsdptool.planning.hardware import find_gpu
+from fsdptool.planning.throughput_range import Division, PublishedError, generation_of, throughput_range
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate
 
 HERE = Path(__file__).parent
 ROWS = HERE / "published.jsonl"
 GPUS = HERE / "published_gpus.yaml"
+ERRORS = HERE.parents[1] / "fsdptool" / "planning" / "data" / "published_errors.json"
 RESULTS = HERE.parent / "results" / "planning_published.json"
 DOCS = HERE.parents[1] / "docs" / "explanation" / "published.md"
 BLOCK = re.compile(r"(<!-- published -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
+SPEEDS = {
+    "tokens_per_second_and_gpu": "tokens/s per GPU",
+    "samples_per_second_and_gpu": "samples/s per GPU",
+}
 
 
 def main() -> None:
@@ -97,9 +104,12 @@ def compare(row: Mapping[str, Any], planned: Candidate) -> dict[str, Any]:
             result[kind] = _pair(published, size / GIB)
     throughput = row["published"]["throughput"]
     if throughput is not None:
-        assert planned.tokens_per_second is not None
-        speed = planned.tokens_per_second / row["gpus"]
-        result["tokens_per_second_and_gpu"] = _pair(throughput["tokens_per_s_gpu"], speed)
+        for field, (name, speed) in {
+            "tokens_per_s_gpu": ("tokens_per_second_and_gpu", planned.tokens_per_second),
+            "samples_per_s_gpu": ("samples_per_second_and_gpu", planned.samples_per_second),
+        }.items():
+            if field in throughput and speed is not None:
+                result[name] = _pair(throughput[field], speed / row["gpus"])
         result["seconds"] = {name: round(value, 4) for name, value in planned.seconds.items()}
         result["mfu"] = round(planned.mfu or 0.0, 4)
     return result
@@ -114,10 +124,12 @@ def write(done: Mapping[str, Any]) -> None:
         "libraries": library_versions(),
         "rows": ordered,
         "summary": summary(ordered),
-        "throughput_range": ranges(ordered),
+        "leave_one_source_out": coverage(errors(ordered)),
         "slack": slack(ordered),
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    shipped = {"version": 1, "rows": [asdict(item) for item in errors(ordered)]}
+    ERRORS.write_text(json.dumps(shipped, indent=1) + "\n", encoding="utf-8")
 
 
 def summary(done: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def summary(done: Mapping[str, Any]) -> dict[str, Any]:
         for what, pair in done.get(row["id"], {}).items():
             if isinstance(pair, dict) and "ratio" in pair:
                 groups.setdefault(_group(row, what), []).append(pair["ratio"])
-                if what == "tokens_per_second_and_gpu" and _division(row) is not None:
+                if what in SPEEDS and _division(row) is not None:
                     groups.setdefault("throughput, no rate fitted", []).append(pair["ratio"])
     return {name: _spread(ratios) for name, ratios in sorted(groups.items())}
 
@@ -135,8 +147,8 @@ def summary(done: Mapping[str, Any]) -> dict[str, Any]:
 def _group(row: Mapping[str, Any], what: str) -> str:
     divided = _division(row)
     if divided is not None:
-        return f"{'throughput' if what == 'tokens_per_second_and_gpu' else f'memory, {what}'}, {divided}"
-    if what != "tokens_per_second_and_gpu":
+        return f"{'throughput' if what in SPEEDS else f'memory, {what}'}, {divided}"
+    if what not in SPEEDS:
         kind = "reserved" if what == "reserved" else "allocated"
         return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
     compiled = "compiled" if row["compile"].startswith("torch.compile") else "eager"
@@ -160,23 +172,66 @@ def _division(row: Mapping[str, Any]) -> str | None:
     return "float8" if options.get("precision") == "fp8" else None
 
 
-_ENOUGH = 3
-"""Rows of a generation that a range may rest on; with fewer, the shipped range is an assumption."""
-
-
-def ranges(done: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the range of published over planned throughput, 10th to 90th percentile, per generation."""
-    speeds: dict[str, list[float]] = {}
+def errors(done: Mapping[str, Any]) -> list[PublishedError]:
+    """Return how far every published throughput lies from our plan; runs on unnamed GPUs are left out."""
+    found = []
     for row in read_rows():
-        speed = done.get(row["id"], {}).get("tokens_per_second_and_gpu")
-        if speed is not None and not row.get("gpu_unknown") and _division(row) is None:
-            gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
-            speeds.setdefault(machine_for(gpu).architecture, []).append(1 / speed["ratio"])
-    spreads = {name: sorted(values) for name, values in sorted(speeds.items())}
+        pair = speed_of(done.get(row["id"], {}))
+        if pair is None or row.get("gpu_unknown"):
+            continue
+        gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
+        options = row["options"]
+        division: Division = "dense"
+        if options.get("ep", 1) > 1:
+            division = "mixture"
+        elif options.get("pp", 1) > 1:
+            division = "pipeline"
+        elif options.get("tp", 1) > 1:
+            division = "tensor"
+        elif options.get("precision") == "fp8":
+            division = "float8"
+        found.append(
+            PublishedError(
+                id=row["id"],
+                source=row["source_group"],
+                what=f"{row['model'].split(' (')[0]}, {row['gpus']} x {gpu.name}",
+                gpu=gpu.name,
+                generation=generation_of(gpu),
+                division=division,
+                ratio=round(1 / pair["ratio"], 3),
+            )
+        )
+    return found
+
+
+def speed_of(pairs: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the published and the planned throughput of a row, in whatever unit it has."""
+    speed: dict[str, float] | None = next((pairs[name] for name in SPEEDS if name in pairs), None)
+    return speed
+
+
+def coverage(found: Sequence[PublishedError]) -> dict[str, Any]:
+    """Return how many runs lie in the range that the runs of all other sources give."""
+    inside: dict[str, list[bool]] = {}
+    widths = []
+    for item in found:
+        others = [other for other in found if other.source != item.source]
+        judged = throughput_range(item.gpu, item.generation, item.division, others)
+        inside.setdefault(item.source, []).append(judged.slow <= item.ratio <= judged.fast)
+        widths.append(judged.fast / judged.slow)
+    shares = {source: sum(hits) / len(hits) for source, hits in inside.items()}
+    off = [abs(1 / item.ratio - 1) for item in found]
     return {
-        name: (round(percentile(values, 0.1), 2), round(percentile(values, 0.9), 2))
-        for name, values in spreads.items()
-        if len(values) >= _ENOUGH
+        "rows": len(found),
+        "sources": len(inside),
+        "inside": sum(map(sum, inside.values())),
+        "share": round(sum(map(sum, inside.values())) / len(found), 3),
+        "share_of_a_source": round(statistics.mean(shares.values()), 3),
+        "median_width": round(statistics.median(widths), 3),
+        "median_error": round(statistics.median(off), 3),
+        "outside": {
+            source: [len(hits) - sum(hits), len(hits)] for source, hits in inside.items() if not all(hits)
+        },
     }
 
 
@@ -234,12 +289,26 @@ def table() -> str:
     for name, item in document["summary"].items():
         cells = " | ".join(f"{item[key]:.2f}" for key in ("median", "p10", "p90", "least", "most"))
         lines.append(f"| {name} | {item['rows']} | {cells} |")
+    lines += ["", *_coverage_lines(document["leave_one_source_out"])]
     lines += ["", *_slack_lines(document["slack"]["rows"])]
     lines += ["", "| row | figure | published | planned | ratio |", "|---|---|---|---|---|"]
     lines += list(_lines(document["rows"]))
     lines += ["", "What is known of the rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
     lines += [f"- `{row['id']}`: {row['miss']}" for row in read_rows() if "miss" in row]
     return "\n".join(lines) + "\n"
+
+
+def _coverage_lines(judged: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Throughput: the median error of {judged['rows']} runs is {judged['median_error']:.0%}. Judged by"
+        f" the runs of the {judged['sources'] - 1} other sources alone, {judged['inside']} runs"
+        f" ({judged['share']:.0%}) lie in the printed range of P10 to P90."
+    )
+    yield "Outside it:"
+    yield ""
+    yield "| source | outside | runs |"
+    yield "|---|---|---|"
+    yield from (f"| {source} | {out} | {rows} |" for source, (out, rows) in judged["outside"].items())
 
 
 def _slack_lines(ratios: Mapping[str, float]) -> Iterator[str]:
@@ -251,14 +320,13 @@ def _slack_lines(ratios: Mapping[str, float]) -> Iterator[str]:
 
 
 def _lines(done: Mapping[str, Any]) -> Iterator[str]:
-    units = {"tokens_per_second_and_gpu": "tokens/s per GPU"}
     for row in read_rows():
         for what, pair in done.get(row["id"], {}).items():
             if not isinstance(pair, dict) or "ratio" not in pair:
                 continue
-            figure = units.get(what, f"{what}, GiB")
+            figure = SPEEDS.get(what, f"{what}, GiB")
             shown = f"{pair['published']:,.4g}", f"{pair['planned']:,.4g}"
-            if what in units:
+            if what == "tokens_per_second_and_gpu":
                 shown = f"{pair['published']:,.0f}", f"{pair['planned']:,.0f}"
             yield (
                 f"| `{row['id']}`: {row['model']}, {row['gpus']} x {row['gpu'].split(' (')[0].split(';')[0]}"

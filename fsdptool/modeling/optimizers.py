@@ -88,8 +88,8 @@ class OptimizerSpec:
         states: Bytes of each state of a tensor, for (recipe, tensor, kernel, whether on CUDA).
         temporaries: Bytes of what is alive at the worst moment of an update besides states and gradients,
             for (recipe, trained tensors, kernel, whether on CUDA).
-        update_bytes: Bytes an update moves per element, by kernel: gradient, weight and states are read,
-            weight and states written.
+        update_bytes: Bytes an update moves per element in fp32, by kernel: gradient, weight and states are
+            read, weight and states written.
         passes: Kernels per tensor where each operation is one.
         work: Matrix products and communication of an update, for (recipe, trained tensors).
         elementwise: Whether it changes every element by itself, with states of the parameter's shape.

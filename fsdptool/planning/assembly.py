@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdptool.planning.step_time import Timing
+from fsdptool.planning.throughput_range import Division, range_of
 from fsdptool.planning.verdict import FitCheck, reserved_range
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Candidate, Footprint, Rejection, RejectionKind, SearchPoint
@@ -18,10 +19,12 @@ def assemble(
     machine: Machine,
     *,
     expandable: bool,
+    division: Division,
 ) -> Candidate:
     """Return the candidate; its FLOPs are added by who knows them.
 
-    With ``expandable`` segments, what is reserved has no range.
+    With ``expandable`` segments, what is reserved has no range. The range of throughput is that of the
+    machine table or, if the machine was not measured, that of published runs, first those of its ``division``.
     """
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:
@@ -30,8 +33,11 @@ def assemble(
     step = timing.step if timing is not None else None
     seconds = step.seconds if step is not None else None
     speed = timing.tokens_per_second if timing is not None else None
-    slow, fast = machine.throughput_range or (1.0, 1.0)
-    ranged = machine.throughput_range is not None
+    published = None
+    if machine.throughput_range is None and not machine.measured:
+        published = range_of(cluster, division)
+    slow, fast = (published.slow, published.fast) if published else machine.throughput_range or (1.0, 1.0)
+    ranged = published is not None or machine.throughput_range is not None
     return Candidate(
         id=id,
         settings=point,
@@ -53,6 +59,7 @@ def assemble(
         phases=footprint.phases if footprint.timeline else (),
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
+        range_basis=published.basis if published is not None and seconds is not None else None,
         reserved_range_bytes=None if expandable else reserved_range(footprint, machine),
         allocated_peak_range_bytes=footprint.allocated_peak_range_bytes,
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdptool.layout.sites import experts_of
 from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.modeling.compilation import decide_compilation
@@ -40,6 +41,7 @@ from fsdptool.planning.step_time import (
     without_casts,
 )
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
+from fsdptool.planning.throughput_range import division_of
 from fsdptool.planning.verdict import check_fit
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
@@ -116,6 +118,7 @@ class Estimator:
     _ranks: dict[Any, RankState] = field(default_factory=dict)
     _stage: VirtualStage | None = None
     _reserved: ReservedPeaks = field(init=False)
+    _mixture: bool = field(init=False)
     _teacher: Anatomy | None = None
     _trained: TrainedModel | None = None
     notes: dict[str, None] = field(default_factory=dict)
@@ -123,8 +126,9 @@ class Estimator:
     confidence: Literal["verified", "unverified"] = "verified"
 
     def __post_init__(self) -> None:
-        """Open the cache of reserved peaks."""
+        """Open the cache of reserved peaks, and look for experts."""
         self._reserved = ReservedPeaks(self.anatomy, self._stage)
+        self._mixture = experts_of(self.anatomy.parameters) is not None
 
     def candidate(
         self,
@@ -181,7 +185,11 @@ class Estimator:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
                 timing = self._time(point, rank, trace, work, run, cluster, cluster.gpu, machine)
-        candidate = assemble(id, point, cluster, footprint, verdict, timing, machine, expandable=expandable)
+        float8 = run.settings.mixed_precision == "fp8" or "float8" in run.loop.assumed
+        division = division_of(point, float8=float8, mixture=self._mixture)
+        candidate = assemble(
+            id, point, cluster, footprint, verdict, timing, machine, expandable=expandable, division=division
+        )
         candidate = replace(candidate, compilation=compilation, fused_loss=fused_loss)
         if not worked.known or (point.cp > 1 and worked is trace):
             return candidate

@@ -211,6 +211,7 @@ def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
         return row
     names = _tokens(gpu.name)
     fields = next(item for item in _architectures() if any(_tokens(name) <= names for name in item["gpus"]))
+    fields = {**fields, **_product_rates(names, fields["source"])}
     changes = {key: value for key, value in fields.items() if key not in ("gpus", "source")}
     changes["attention"] = tuple(AttentionRate(**rate) for rate in fields["attention"])
     if given:
@@ -219,15 +220,28 @@ def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
     return replace(row, source=f"{row.source}; {fields['architecture']}: {fields['source']}", **changes)
 
 
+def _product_rates(names: frozenset[str], source: str) -> dict[str, Any]:
+    """Return the rates that were measured on the product itself, with their source after its generation's.
+
+    Products of one generation differ in power limit and sustained clock.
+    """
+    for item in _rates()["products"]:
+        if any(_tokens(name) <= names for name in item["gpus"]):
+            return {**item, "source": f"{source}; {item['gpus'][0]}: {item['source']}"}
+    return {}
+
+
+@cache
+def _rates() -> dict[str, Any]:
+    rates: dict[str, Any] = json.loads(_ARCHITECTURES.read_text(encoding="utf-8"))
+    return rates
+
+
 @cache
 def _architectures() -> tuple[dict[str, Any], ...]:
     """Return the generations, specific names first; the last row matches every GPU."""
-    data = json.loads(_ARCHITECTURES.read_text(encoding="utf-8"))
-    rows = []
-    for item in data["architectures"]:
-        spread = item.get("throughput_range")
-        rows.append({**data["every"], **item, "throughput_range": tuple(spread) if spread else None})
-    return tuple(rows)
+    data = _rates()
+    return tuple({**data["every"], **item} for item in data["architectures"])
 
 
 def read_table(path: Path) -> tuple[Machine, ...]:

@@ -148,6 +148,7 @@ def plan_pipeline(
         timing,
         machine,
         expandable=expands(cluster, estimator.run.loop),
+        division="pipeline",
     )
     candidate = replace(candidate, seconds=parts_of_step, step_flops=whole.step_flops)
     if whole.peak_flops and whole.step_flops and timing is not None:

@@ -251,6 +251,7 @@ class Traffic:
         order: Places of the units in their plan, as forward visits them.
         stages: Their collectives in that order, without any work.
         trained: Elements one rank updates: its shards, and whole what is replicated.
+        trained_bytes: Bytes of these elements as the rank stores them.
         tensors: Parameters with a gradient that are sharded, as this rank stores them.
         offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
         prefetch: FSDP units to prefetch.
@@ -259,6 +260,7 @@ class Traffic:
     order: tuple[int, ...]
     stages: tuple[Stage, ...]
     trained: float
+    trained_bytes: float
     tensors: tuple[TrainedTensor, ...]
     offloaded: float
     prefetch: int
@@ -268,10 +270,17 @@ def measure_traffic(rank: Rank) -> Traffic:
     """Return what a rank moves for its units."""
     plan = rank.plan
     order = sorted(range(len(rank.shares)), key=lambda place: _ORDER.get(plan.units[place].kind, 3))
-    whole = sum(p.numel for p in plan.ignored if p.trainable)
-    trained = sum(
-        p.numel / share.ranks for share in rank.shares for p in share.unit.parameters if p.trainable
-    )
+    trained = trained_bytes = 0.0
+    for share in rank.shares:
+        for weights in share.weights:
+            if weights.trainable:
+                elements = weights.parameter.numel / share.ranks
+                trained += elements
+                trained_bytes += elements * weights.stored
+    for parameter in plan.ignored:
+        if parameter.trainable:
+            trained += parameter.numel
+            trained_bytes += parameter.numel * WIDTH.get(stored_dtype(parameter, plan), 4)
     offloaded = 0.0
     if plan.cpu_offload:
         weights = sum(
@@ -283,7 +292,8 @@ def measure_traffic(rank: Rank) -> Traffic:
     return Traffic(
         order=tuple(order),
         stages=tuple(_stage(rank.shares[place]) for place in order),
-        trained=trained + whole,
+        trained=trained,
+        trained_bytes=trained_bytes,
         tensors=trained_shards(rank),
         offloaded=offloaded,
         prefetch=plan.prefetch,
@@ -389,7 +399,11 @@ def time_candidate(
     """
     spec = optimizer_spec(recipe.optimizer)
     kernel = spec.kernel(recipe.optimizer.implementation)
-    moved = traffic.trained * spec.update_bytes[kernel]
+    # Gradients and the states of elementwise updates have the dtype of the weights.
+    words = traffic.trained_bytes / 4 if spec.elementwise else traffic.trained
+    moved = words * spec.update_bytes[kernel]
+    if recipe.optimizer.clip_grad_norm is not None:
+        moved += words * _CLIPPED_BYTES
     work = spec.work(recipe.optimizer, traffic.tensors)
     run = Run(
         accumulation=recipe.batch.accumulation,
@@ -417,6 +431,11 @@ def time_candidate(
         tokens_per_second=samples * sequences * length / step.seconds if length is not None else None,
         samples_per_second=samples / step.seconds,
     )
+
+
+_CLIPPED_BYTES = 12
+"""Bytes that clipping moves per fp32 gradient: its norm reads it, and the scaling, which no small norm skips,
+reads and writes it (torch 2.13, ``nn/utils/clip_grad.py``)."""
 
 
 def model_states(rank: Rank) -> dict[str, int]:

@@ -215,6 +215,25 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeBasis:
+    """The published runs that a range of throughput rests on.
+
+    Attributes:
+        rows: Runs that count, the likest for most.
+        sources: Who published them.
+        alike: Those on the GPU's generation that divide the model in the same way.
+        alike_sources: Who published these.
+        nearest: The likest, in words, with published over planned throughput.
+    """
+
+    rows: Count
+    sources: Count
+    alike: Count
+    alike_sources: Count
+    nearest: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One configuration that was evaluated. ``rejected_by`` None: it may be chosen."""
 
@@ -250,9 +269,11 @@ class Candidate:
     phases: tuple[Phase, ...] = field(default=(), repr=False)
     """Every phase of the run; the highest of them decides the verdict. Empty where searches leave it out."""
     step_seconds_range: tuple[float, float] | None = None
-    """10th to 90th percentile of the step time, from runs that others published for the GPU's generation."""
+    """10th to 90th percentile of the step time, from how far published runs lay from our plans of them."""
     tokens_per_second_range: tuple[float, float] | None = None
     """The same for the throughput."""
+    range_basis: RangeBasis | None = None
+    """The published runs that both rest on; None where measurements of the machine, or a table, say them."""
     reserved_range_bytes: tuple[int, int] | None = None
     """Range of the reserved peak, from published runs without expandable segments: its slack depends on
     fragmentation. None where segments expand, or nothing was replayed."""

@@ -197,7 +197,12 @@ def time_range(candidate: Candidate) -> str:
     if seconds is None:
         return ""
     text = f"; P10 to P90: {duration(seconds[0])} to {duration(seconds[1])}"
-    return text + (f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else "")
+    text += f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else ""
+    basis = candidate.range_basis
+    if basis is None:
+        return text
+    alike = f"{basis.alike} of them alike" if basis.alike else "none of them on such a GPU"
+    return f"{text}, by {basis.rows} published runs, {alike}"
 
 
 def speed(candidate: Candidate | Suggestion | SweepRow | TriedSettings) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdptool.planning.hardware import find_gpu, machine_for
+from fsdptool.planning.throughput_range import PublishedError, published_errors, throughput_range
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,15 +29,36 @@ def test_the_page_shows_every_row_of_the_results(script: dict[str, Any]) -> None
     assert list(results) == [row["id"] for row in script["read_rows"]()]
 
 
-def test_shipped_ranges_are_those_of_the_results(script: dict[str, Any]) -> None:
+def test_the_shipped_errors_are_those_of_the_results(script: dict[str, Any]) -> None:
     results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
-    found = script["ranges"](results["rows"])
-    assert found == {name: tuple(ends) for name, ends in results["throughput_range"].items()}
-    shipped = {
-        machine_for(find_gpu(name).gpu).architecture: machine_for(find_gpu(name).gpu).throughput_range
-        for name in ("H100-80GB-SXM", "A100-80GB-SXM")
-    }
-    assert shipped == found
+    assert list(published_errors()) == script["errors"](results["rows"])
+    assert results["leave_one_source_out"] == script["coverage"](published_errors())
+
+
+def test_ranges_contain_four_of_five_runs_of_other_sources(script: dict[str, Any]) -> None:
+    judged = script["coverage"](published_errors())
+    assert 0.75 <= judged["share"] <= 0.9
+    assert judged["median_error"] <= 0.12
+
+
+def test_a_range_is_wider_where_less_is_known() -> None:
+    known = throughput_range("A100-80GB-SXM", "ampere", "dense", published_errors())
+    unknown = throughput_range("RTX-5090-32GB", "blackwell", "dense", published_errors())
+    mixture = throughput_range("H100-80GB-SXM", "hopper", "mixture", published_errors())
+    assert unknown.fast / unknown.slow > known.fast / known.slow
+    assert mixture.fast / mixture.slow > known.fast / known.slow
+    assert known.basis.alike > 0
+    assert known.basis.nearest[0].endswith("of the plan")
+
+
+def test_one_source_of_many_runs_does_not_make_the_range() -> None:
+    run = PublishedError("a", "one", "model, 8 x GPU", "GPU", "new", "dense", 1.0)
+    few = [replace(run, id=str(number), source=str(number), ratio=1 + number / 10) for number in range(4)]
+    many = [replace(run, id=f"b{number}", source="many", ratio=3.0) for number in range(4)]
+    assert throughput_range("GPU", "new", "dense", [*few, *many]).slow < 1.2
+    equal = [replace(item, source=item.id) for item in many]
+    alone = throughput_range("GPU", "new", "dense", [*few, many[0]])
+    assert throughput_range("GPU", "new", "dense", [*few, *equal]).slow >= alone.slow
 
 
 def test_the_shipped_range_of_slack_is_that_of_the_results(script: dict[str, Any]) -> None:
@@ -52,5 +75,5 @@ def test_every_row_that_misses_says_why(script: dict[str, Any]) -> None:
     for row in script["read_rows"]():
         for what, pair in results[row["id"]].items():
             if isinstance(pair, dict) and "ratio" in pair:
-                bound = 0.2 if what == "tokens_per_second_and_gpu" else 0.05
+                bound = 0.2 if what in script["SPEEDS"] else 0.05
                 assert abs(pair["ratio"] - 1) <= bound or row.get("miss"), (row["id"], what)

@@ -72,7 +72,15 @@ def test_work_is_added_to_collectives_that_stay_as_they_are() -> None:
         replace(stage, forward=0.0, backward=0.0, exchanges=2, experts=True, reordered_bytes=3e6)
         for stage in stages(2, size=1e9, forward=0.0)
     )
-    traffic = Traffic(order=(1, 0), stages=collectives, trained=0.0, tensors=(), offloaded=0.0, prefetch=1)
+    traffic = Traffic(
+        order=(1, 0),
+        stages=collectives,
+        trained=0.0,
+        trained_bytes=0.0,
+        tensors=(),
+        offloaded=0.0,
+        prefetch=1,
+    )
     filled = fill(traffic, [ModuleSeconds(1.0, 2.0), ModuleSeconds(3.0, 4.0)])
     assert [(stage.forward, stage.backward) for stage in filled] == [(3.0, 4.0), (1.0, 2.0)]
     assert tuple(replace(stage, forward=0.0, backward=0.0) for stage in filled) == collectives

@@ -72,6 +72,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     _mesh(plan, explain=explain)
     _pipeline(plan)
     if explain:
+        _nearest(candidate)
         _states(plan)
         _peak(plan, candidate)
         _phases(candidate)
@@ -146,6 +147,16 @@ def candidate_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[object, ...]
             )
         )
     return ("candidate", "cluster", "verdict", *figures, *settings, "reason"), rows
+
+
+def _nearest(candidate: Candidate) -> None:
+    """Print the published runs that count for most in the range of the throughput."""
+    basis = candidate.range_basis
+    if basis is None:
+        return
+    print_line(f"published runs of {basis.sources} sources; nearest:")
+    for line in basis.nearest:
+        print_line(f"  {line}")
 
 
 def _components(candidate: Candidate, *, explain: bool) -> None:
