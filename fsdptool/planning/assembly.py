@@ -24,7 +24,8 @@ def assemble(
     """Return the candidate; its FLOPs are added by who knows them.
 
     With ``expandable`` segments, what is reserved has no range. The range of throughput is that of the
-    machine table or, if the machine was not measured, that of published runs, first those of its ``division``.
+    machine table or, if the machine was not measured, that of published runs (``division``: what divides the
+    model).
     """
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:
