@@ -151,12 +151,11 @@ def _group(row: Mapping[str, Any], what: str) -> str:
     if what not in SPEEDS:
         kind = "reserved" if what == "reserved" else "allocated"
         return f"memory, {kind}, {'alike' if row['class'] == 'clean' else 'different in known ways'}"
-    compiled = "compiled" if row["compile"].startswith("torch.compile") else "eager"
+    compiled = "eager" if row["compile"].startswith("eager") else "compiled"
     if row.get("gpu_unknown"):
         return f"throughput, GPU not stated, {compiled}"
-    return (
-        f"throughput, {row['gpu'].removeprefix('8x ').removeprefix('1x ').split()[0].strip(',')}, {compiled}"
-    )
+    product = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu.name.removeprefix("RTX-").split("-")[0]
+    return f"throughput, {product}, {compiled}"
 
 
 def _division(row: Mapping[str, Any]) -> str | None:

@@ -77,32 +77,26 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"maximum {max(differences):.3f} %",
         "memory_oracle",
     )
-    published = _read("planning_published")["summary"]
-    for group, what in (
-        (
-            "memory, allocated, alike",
-            "allocated peak on GPUs that others measured, for runs with the same model, loss and grouping",
-        ),
-        (
-            "throughput, H100, eager",
-            "throughput that others measured on H100, to which its rates were fitted",
-        ),
-        (
-            "throughput, A100, eager",
-            "throughput that others measured on A100, to which its rates were fitted",
-        ),
-        (
-            "throughput, no rate fitted",
-            "throughput that others measured on H100 with float8, tensor, pipeline or expert parallelism, to"
-            " which no rate was fitted",
-        ),
-    ):
-        item = published[group]
-        yield (
-            f"planned {what}, {item['rows']} rows, relative to the published figure",
-            f"median {item['median']:.2f} ×, {item['least']:.2f} to {item['most']:.2f}",
-            "planning_published",
-        )
+    published = _read("planning_published")
+    item = published["summary"]["memory, allocated, alike"]
+    yield (
+        "planned allocated peak on GPUs that others measured, for runs with the same model, loss and grouping,"
+        f" {item['rows']} rows, relative to the published figure",
+        f"median {item['median']:.2f} ×, {item['least']:.2f} to {item['most']:.2f}",
+        "planning_published",
+    )
+    judged = published["leave_one_source_out"]
+    yield (
+        f"error of the planned throughput on GPUs that others measured, {judged['rows']} runs of"
+        f" {judged['sources']} sources",
+        f"median {judged['median_error']:.0%}",
+        "planning_published",
+    )
+    yield (
+        "these runs inside the range of P10 to P90 that the runs of all other sources give",
+        f"{judged['inside']} of {judged['rows']} ({judged['share']:.0%})",
+        "planning_published",
+    )
     yield (
         "time for which an asynchronous checkpoint pauses training, relative to a synchronous one",
         _ratio(_read("training_save_stall")["ratios"]["stall"]),
