@@ -80,8 +80,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
     published = _read("planning_published")
     item = published["summary"]["memory, allocated, alike"]
     yield (
-        "planned allocated peak on GPUs that others measured, for runs with the same model, loss and grouping,"
-        f" {item['rows']} rows, relative to the published figure",
+        "planned allocated peak on GPUs that others measured, for runs with the same model, loss and"
+        f" grouping, {item['rows']} rows, relative to the published figure",
         f"median {item['median']:.2f} ×, {item['least']:.2f} to {item['most']:.2f}",
         "planning_published",
     )
