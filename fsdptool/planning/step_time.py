@@ -283,12 +283,12 @@ def measure_traffic(rank: Rank) -> Traffic:
             trained_bytes += parameter.numel * WIDTH.get(stored_dtype(parameter, plan), 4)
     offloaded = 0.0
     if plan.cpu_offload:
-        weights = sum(
+        held = sum(
             p.numel * WIDTH.get(p.dtype, 4) / share.ranks
             for share in rank.shares
             for p in share.unit.parameters
         )
-        offloaded = 2 * weights + 4 * trained
+        offloaded = 2 * held + 4 * trained
     return Traffic(
         order=tuple(order),
         stages=tuple(_stage(rank.shares[place]) for place in order),
