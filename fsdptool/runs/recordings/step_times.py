@@ -252,7 +252,7 @@ def _owners(
     owners: dict[str, list[tuple[str, str] | None]] = {}
     for thread, moments in changes.items():
         open_units: list[tuple[str, str]] = []
-        inside: list[tuple[str, str]] = []
+        inside: dict[tuple[str, str], None] = {}
         places[thread], owners[thread] = [], [None]
         for moment, begins, name, unit in sorted(moments, key=lambda change: change[:2]):
             if begins:
@@ -260,10 +260,11 @@ def _owners(
                     open_units.append((unit, _ENTERS[name]))
                 elif name in _LEAVES:
                     _leave(open_units, unit)
-                inside.append((unit, name))
-            elif (unit, name) in inside:
-                inside.remove((unit, name))
-            special = next((each for each in reversed(inside) if each[1] in (_GATHERS, _REDUCES)), None)
+                if name in (_GATHERS, _REDUCES):
+                    inside[unit, name] = None
+            else:
+                inside.pop((unit, name), None)
+            special = next(reversed(inside), None)
             places[thread].append(moment)
             owners[thread].append(special or (open_units[-1] if open_units else None))
     return places, owners

@@ -14,21 +14,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdptool.errors import ConfigError, StorageError
 from fsdptool.files.text import UnreadableError, open_regular, read_beginning, unpacked
 from fsdptool.files.values import count, number
 
 _BLOCK = 1 << 20
-_EXPANDED = 4 << 30
+_EXPANDED = 2 << 30
 """Characters of an expanded trace that are read at most."""
 
 _ONE_VALUE = 4 << 20
 """Characters of one event, or of one other value of the document, at most."""
 
-_WORK = 3_000_000
-"""Kernels and copies that are kept at most."""
+_KEPT = 6_000_000
+"""Kernels, copies, launches and annotations that are kept at most."""
 
 _NAME = 300
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -41,8 +41,7 @@ _DTYPES: Mapping[str, int] = {
 """Bytes of an element, by c10's name of its type (c10/core/ScalarType.h)."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuWork:
+class GpuWork(NamedTuple):
     """One kernel or copy on the GPU. Times are microseconds of the trace's clock.
 
     Attributes:
@@ -184,6 +183,8 @@ class _Text:
 
     def next(self) -> str:
         """Return the next character after spaces, without passing it; empty at the end."""
+        if self.at < len(self.held) and self.held[self.at] > " ":
+            return self.held[self.at]
         while True:
             self.at = _SPACE.match(self.held, self.at).end()  # type: ignore[union-attr]
             if self.at < len(self.held):
@@ -261,17 +262,29 @@ def _clean(text: str) -> str:
 
 
 _LARGEST_TIME = 1e16
+_KINDS: Mapping[str, str] = {
+    "user_annotation": "annotation",
+    **dict.fromkeys(("kernel", "Kernel"), "kernel"),
+    **dict.fromkeys(("gpu_memcpy", "gpu_memset", "Memcpy", "Memset"), "copy"),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "xpu_runtime"), "launch"),
+}
+"""What the categories of events are, of torch 1.8 to 2.13."""
 
 
 def _take_event(trace: KinetoTrace, event: Mapping[str, Any]) -> None:
     category, name = event.get("cat"), event.get("name")
-    if not (isinstance(category, str) and isinstance(name, str)):
+    kind = _KINDS.get(category) if isinstance(category, str) else None
+    if kind is None or not isinstance(name, str):
         return
     start, length = number(event.get("ts")), number(event.get("dur"))
     if start is None or length is None or not (0 <= start < _LARGEST_TIME and 0 <= length < _LARGEST_TIME):
         return
-    category = category.lower()
-    if category == "user_annotation":
+    if len(trace.work) + len(trace.launches) + len(trace.hooks) + len(trace.steps) >= _KEPT:
+        raise ConfigError(
+            f"{trace.file}: the trace contains more than {_KEPT:,} kernels, launches and annotations",
+            help="record fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=3)",
+        )
+    if kind == "annotation":
         if name.startswith("ProfilerStep#"):
             trace.steps.append(HostRange(start, start + length, _thread(event), _clean(name)))
         elif name.startswith("FSDP::"):
@@ -280,20 +293,12 @@ def _take_event(trace: KinetoTrace, event: Mapping[str, Any]) -> None:
     arguments = event.get("args")
     known = arguments if isinstance(arguments, dict) else {}
     launch = count(known.get("correlation"))
-    if category.endswith(("runtime", "driver")):
+    if kind == "launch":
         if launch is not None:
             trace.launches[launch] = start, _thread(event)
         return
-    copied = category.removeprefix("gpu_") in ("memcpy", "memset")
-    if not (copied or category == "kernel"):
-        return
-    if len(trace.work) >= _WORK:
-        raise ConfigError(
-            f"{trace.file}: the trace contains more than {_WORK:,} kernels and copies",
-            help="record fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=3)",
-        )
-    if copied or "nccl" not in name.lower():
-        trace.work.append(GpuWork(start, start + length, "copy" if copied else "kernel", launch))
+    if kind == "copy" or "nccl" not in name.lower():
+        trace.work.append(GpuWork(start, start + length, kind, launch))
         return
     size = count(known.get("Group size")) or None
     elements = [count(known.get(f"{side} msg nelems")) for side in ("In", "Out")]
