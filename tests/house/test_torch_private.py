@@ -20,7 +20,7 @@ OTHERS = {
     "_current_frames", "_exit", "_getframe", "_value_",  # Python
     "_dtype", "_precomputed_scale", "_tensor",  # torchao
     "_from_config", "_name_or_path", "_attn_implementation", "_supports_attention_backend",  # transformers
-    "_no_split_modules", "_can_use_grouped_mm",  # transformers
+    "_no_split_modules", "_can_use_grouped_mm", "_can_set_attn_implementation",  # transformers
     "_class_name", "_repeated_blocks", "_backends",  # diffusers
     "_fingerprint",  # datasets
     "_dynamo_marked_constant",  # an attribute that is set on a function, not read
