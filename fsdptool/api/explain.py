@@ -64,8 +64,10 @@ def explain_one(
     reading = read_settings(source, dialect=form, consumer=consumer, target=target, environment=environment)
     if reading.source is None:
         return Explained(reading, None)
+    judged_for = reading.consumer
+    version = (judged_for.name, judged_for.version) if target is not None else None
     try:
-        run = describe_run(reading.source, program=dialect, words=words)
+        run = describe_run(reading.source, program=dialect, words=words, version=version)
     except ConfigError as error:
         if reading.errors:
             return Explained(reading, None)

@@ -47,6 +47,7 @@ def describe_run(
     program: str | None = None,
     files: NamedFiles | None = None,
     words: Sequence[str] = (),
+    version: tuple[str, str] | None = None,
 ) -> DescribedRun | None:
     """Return the run that a text describes; None where no program's file is recognised.
 
@@ -55,6 +56,7 @@ def describe_run(
         program: Name of the program; None recognises it by the content.
         files: Where the files that the text names are looked for.
         words: Arguments that a script is started with.
+        version: A program and its version, whose defaults count for its files.
 
     Raises:
         ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
@@ -64,11 +66,15 @@ def describe_run(
 
         run = describe_script(source, words)
         return _with_family(run) if run is not None else None
-    return describe_written(source, program=program, files=files)[0]
+    return describe_written(source, program=program, files=files, version=version)[0]
 
 
 def describe_written(
-    source: SourceText, *, program: str | None = None, files: NamedFiles | None = None
+    source: SourceText,
+    *,
+    program: str | None = None,
+    files: NamedFiles | None = None,
+    version: tuple[str, str] | None = None,
 ) -> tuple[DescribedRun | None, Mapping[str, Any]]:
     """Return the run that a text describes, and the keys that describe it as they are written.
 
@@ -84,6 +90,8 @@ def describe_written(
     if found is None:
         return None, {}
     reader, file = found
+    if version is not None and reader.name == version[0]:
+        file = replace(file, version=version[1])
     run = reader.describe(file)
     if run is None:
         return None, file.data

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from fsdptool import explain
 from fsdptool.config import read_settings
 from fsdptool.config.key_history import default_of, groups, has_key, is_known, known_versions, versions_with
 from fsdptool.config.result import Reading
@@ -130,3 +132,15 @@ def test_words_name_the_strategy_of_fsdp1_before_transformers_5_4() -> None:
     for target, strategy in (("4.57", "shard_grad_op"), ("5.3", "shard_grad_op"), ("5.4", "full_shard")):
         reading = read_settings(text, target=f"transformers=={target}")
         assert reading.facts["sharding_strategy"] == strategy
+
+
+def test_a_run_has_the_defaults_of_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(TRL + "max_length: 512\noutput_dir: out\n")
+    for target, recomputes, computed in (
+        ("0.18", False, "fp32"), ("0.20", False, "bf16"), ("0.22", True, "bf16"), ("1.16", True, "bf16"),
+    ):  # fmt: skip
+        run = explain(path, target=f"trl=={target}")[0].run
+        assert run is not None
+        assert run.program_version == target
+        assert (run.compute_dtype, run.gradient_checkpointing != "none") == (computed, recomputes), target

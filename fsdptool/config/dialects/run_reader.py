@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from fsdptool.config.key_history import default_of, has_key, known_versions
 from fsdptool.records.described_run import (
     ChangedThing,
     DescribedMesh,
@@ -292,6 +293,8 @@ class RunReader:
                 return found
         if key in self.keys.defaults:
             value, source = self.keys.defaults[key]
+            if self.file.version is not None:
+                value, source = _default_at(self.keys.program, self.file.version, key, value, source)
             return self.default(key, value, source)
         return None
 
@@ -512,6 +515,27 @@ class RunReader:
     def _is_section(self, key: str) -> bool:
         known = (*self.used, *self.keys.defaults, *self.keys.memory, *self.keys.time, *self.keys.numbers)
         return any(name.startswith(f"{key}.") for name in (*known, *self.keys.no_effect))
+
+
+_GROUPS = {
+    "trl": (("trl", "SFTConfig"), ("trl", "ModelConfig"), ("transformers", "arguments")),
+    "trainer": (("transformers", "arguments"),),
+    "axolotl": (("axolotl", "arguments"),),
+}
+"""Program to the classes that have its keys, the first of which decides."""
+
+
+def _default_at(program: str, version: str, key: str, value: Any, source: str) -> tuple[Any, str]:
+    """Return the default of a version and where it is from; as given where that class computes it."""
+    classes = _GROUPS.get(program, ())
+    for package, group in classes:
+        own = package == classes[0][0]
+        at = version if own else known_versions(package)[-1]
+        if has_key(package, (group,), key, at):
+            found = default_of(package, group, key, at)
+            computed = isinstance(found, dict | list) or (found is None and own)
+            return (value, source) if computed else (found, f"{package} {at}, {group}")
+    return value, source
 
 
 _TEXTS = frozenset({"dataset", "output", "scheduler"})

@@ -21,6 +21,7 @@ from fsdptool.config.dialects.run_reader import (
 )
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
+from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedRun
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
@@ -48,6 +49,8 @@ _OBJECTIVES = (
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
     old = any(key in file.data for key in _OF_0_18)
+    if file.version is not None:
+        old = is_before(file.version, 0, 19)
     keys = replace(KEYS, version=OLD, defaults={**KEYS.defaults, **OLD_DEFAULTS}) if old else KEYS
     if file.launch.program == "python":  # how many processes the script is given is not said
         file = replace(file, launch=replace(file.launch, processes=None))
