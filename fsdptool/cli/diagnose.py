@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document
+from fsdptool.cli.options import Format, FormatOption, print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import is_file
 
 if TYPE_CHECKING:
     from fsdptool.records.diagnosis import FailureDiagnosis
+    from fsdptool.records.plan import Candidate
 
 
 def command(
@@ -21,32 +22,43 @@ def command(
         list[Path] | None,
         typer.Argument(
             help="Logs of one run of any program that trains with FSDP, or a run folder; - reads standard"
-            " input. Or traces of torch's profiler or flight records, one of each rank.",
+            " input. Or traces of torch's profiler or flight records, one of each rank; or a memory"
+            " snapshot.",
             metavar="LOG...|RUN|RECORDING...",
         ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Compare traces with this plan.", metavar="PLAN.json")
+        Path | None, typer.Option(help="Compare recordings with this plan.", metavar="PLAN.json")
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Compare traces with the prediction of this run folder.", metavar="RUN"),
+        typer.Option(help="Compare recordings with the prediction of this run folder.", metavar="RUN"),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the page of a memory snapshot.", metavar="FILE.html")
     ] = None,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Recognise known failures of FSDP runs: the cause, what to change, and the rule's page.
 
     Of traces of torch's profiler: where the time of a step goes, and which rank the others wait for.
+    Of a memory snapshot (torch.cuda.memory._dump_snapshot): what holds the memory, and what would free it.
 
     Exits with 0 if a cause was recognised or the run has not failed, and with 5 if the cause is unknown.
     """
     from fsdptool.records.diagnostic import envelope
 
+    if plan is not None and run is not None:
+        raise ConfigError("--plan and --run are given", help="compare with one of them")
+    if _is_snapshot(targets or []):
+        return _memory((targets or [])[0], plan, run, html, format)
+    if html is not None:
+        raise ConfigError("--html is for a memory snapshot", help="give one, or leave the option out")
     if _are_traces(targets or []):
         return _profile(targets or [], plan, run, format)
     if plan is not None or run is not None:
         raise ConfigError(
-            "--plan and --run are compared with traces only", help="give traces, or leave them out"
+            "--plan and --run are compared with recordings only", help="give one, or leave them out"
         )
     diagnosis = _diagnose(targets or [])
     if format is Format.JSON:
@@ -77,27 +89,62 @@ def _are_traces(targets: list[Path]) -> bool:
     return True in kinds
 
 
-def _profile(targets: list[Path], plan: Path | None, run: Path | None, format: Format) -> int:
-    """Print where the time of steps goes, by traces.
+def _is_snapshot(targets: list[Path]) -> bool:
+    """Say whether the command line names a memory snapshot.
 
     Raises:
-        ConfigError: Both a plan and a run are given.
+        ConfigError: It is one of several files.
     """
-    from fsdptool.records.diagnostic import envelope
-    from fsdptool.runs.recordings.step_times import profile_traces
+    from fsdptool.runs.recordings.snapshots import is_snapshot
 
-    if plan is not None and run is not None:
-        raise ConfigError("--plan and --run are given", help="compare with one of them")
-    planned = None
+    if not any(map(is_snapshot, targets)):
+        return False
+    if len(targets) > 1:
+        raise ConfigError("a memory snapshot and other files are given", help="diagnose it on its own")
+    return True
+
+
+def _planned(plan: Path | None, run: Path | None) -> Candidate | None:
+    """Return what recordings are compared with."""
     if plan is not None:
         from fsdptool.planning.plan import chosen_candidate, read_plan
 
-        planned = chosen_candidate(read_plan(plan))
-    elif run is not None:
+        return chosen_candidate(read_plan(plan))
+    if run is not None:
         from fsdptool.planning.compare import required_prediction
 
-        planned = required_prediction(run)
-    profile = profile_traces(targets, planned)
+        return required_prediction(run)
+    return None
+
+
+def _memory(target: Path, plan: Path | None, run: Path | None, html: Path | None, format: Format) -> int:
+    """Print what holds the memory of a GPU, by a snapshot."""
+    from fsdptool.records.diagnostic import answer
+    from fsdptool.runs.recordings.snapshots import describe_snapshot
+
+    snapshot = describe_snapshot(target, _planned(plan, run))
+    answered = answer("memory-snapshot", str(target), snapshot)
+    if html is not None and html.suffix != ".html":
+        raise ConfigError(f"{html}: the page is written as .html", help="choose this suffix")
+    if html is not None:
+        from fsdptool.report.page.snapshot import snapshot_page
+
+        write_file(html, snapshot_page(answered))
+    if format is Format.JSON:
+        print_document(answered.document())
+    else:
+        from fsdptool.report.console.snapshots import print_snapshot
+
+        print_snapshot(snapshot)
+    return int(ExitCode.CLEAN)
+
+
+def _profile(targets: list[Path], plan: Path | None, run: Path | None, format: Format) -> int:
+    """Print where the time of steps goes, by traces."""
+    from fsdptool.records.diagnostic import envelope
+    from fsdptool.runs.recordings.step_times import profile_traces
+
+    profile = profile_traces(targets, _planned(plan, run))
     if format is Format.JSON:
         print_document(envelope("profile", " ".join(map(str, targets)), profile))
     else:

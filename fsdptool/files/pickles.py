@@ -8,6 +8,7 @@ becomes a key. It is given only what a scan found to be made of a few harmless o
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import pickle
@@ -86,7 +87,7 @@ def _plain(data: bytes) -> Any:
         _RefusedError: It is damaged, too large, or holds more than plain values.
     """
     try:
-        value = _PlainUnpickler(io.BytesIO(data)).load() if _harmless(data) else _run(data)
+        value = _load(data) if _harmless(data) else _run(data)
     except (
         pickle.UnpicklingError,
         EOFError,
@@ -100,6 +101,17 @@ def _plain(data: bytes) -> Any:
         raise _RefusedError("it is not a pickle, or is cut off or damaged") from error
     _measure(value)
     return value
+
+
+def _load(data: bytes) -> Any:
+    """Load what was found harmless; without looking for cycles meanwhile, which takes as long as loading."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _PlainUnpickler(pickle.Unpickler):

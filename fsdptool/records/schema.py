@@ -54,6 +54,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "machine": DocumentFormat("cluster.MachineFile", "Machine table", "input", envelope=False),
     "measurements": DocumentFormat("measurements.Measurements", "Measurements of a machine", "saved"),
     "metrics": DocumentFormat("run.Metrics", "Metrics", envelope=False),
+    "memory-snapshot": DocumentFormat("snapshot.MemorySnapshot", "Memory of a recording"),
     "migrate": DocumentFormat("config_documents.Migration", "Migration"),
     "plan": DocumentFormat("plan.Plan", "Plan", "saved", closed=False),
     "precompute": DocumentFormat("command_documents.PrecomputeReport", "Precompute"),

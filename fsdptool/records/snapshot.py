@@ -8,9 +8,7 @@ from typing import Literal
 from fsdptool.records.annotations import Count, Positive
 
 Reason = Literal["fits", "too_small", "other_stream", "private_pool", "other_pool"]
-Change = Literal[
-    "expandable_segments", "fused_loss", "checkpointing", "shard_optimizer", "free_gradients"
-]
+Change = Literal["expandable_segments", "fused_loss", "checkpointing", "shard_optimizer", "free_gradients"]
 
 
 @dataclass(frozen=True, slots=True)

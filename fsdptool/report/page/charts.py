@@ -120,17 +120,18 @@ def _stack(steps: Sequence[Moment], places: Sequence[float], frame: Frame) -> li
         sizes = [moment.groups.get(group.value, 0) for moment in steps]
         if any(sizes):
             above = [low + size for low, size in zip(below, sizes, strict=True)]
-            areas.append(_area(f"g-{group.value}", places, below, above, frame, group.legend))
+            areas.append(area(f"g-{group.value}", places, below, above, frame, group.legend))
             below = above
     if not areas:
         levels = [moment.allocated_bytes for moment in steps]
-        areas.append(_area("area", places, below, levels, frame, "allocated"))
+        areas.append(area("area", places, below, levels, frame, "allocated"))
     return areas
 
 
-def _area(
+def area(
     kind: str, places: Sequence[float], below: Sequence[int], above: Sequence[int], frame: Frame, label: str
 ) -> str:
+    """Return the area between two curves over the same places; ``kind`` is its class, ``label`` its title."""
     upper = [f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, above, strict=True)]
     lower = [f"{x:.1f},{frame.y(level):.1f}" for x, level in zip(places, below, strict=True)]
     points = " ".join([*upper, *reversed(lower)])

@@ -1,1 +1,1 @@
-"""Recordings of runs that torch writes: profiler traces and flight records. Torch-free."""
+"""Recordings of runs that torch writes: profiler traces, flight records, memory snapshots. Torch-free."""

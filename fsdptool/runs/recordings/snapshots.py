@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdptool.errors import StorageError
-from fsdptool.files.pickles import read_pickle
+from fsdptool.files.pickles import is_pickle, read_pickle
+from fsdptool.files.text import UnreadableError, is_file, read_beginning
+from fsdptool.records.plan import Candidate
 from fsdptool.records.snapshot import (
     AllocatingLine,
     AllocatingStack,
@@ -28,6 +30,7 @@ from fsdptool.records.snapshot import (
     Reason,
 )
 from fsdptool.records.trace import Component
+from fsdptool.runs.recordings.flight_records import is_flight_record
 from fsdptool.runs.recordings.stacks import Stacks
 
 _ROUNDING = 512
@@ -102,8 +105,24 @@ class Recording:
     contradictions: int = 0
 
 
-def is_snapshot(value: Any) -> bool:
-    """Say whether what a pickle holds is a memory snapshot, of today's form or the earlier list of segments."""
+def is_snapshot(path: Path) -> bool:
+    """Say whether a file is to be read as a memory snapshot: any pickle but a flight record.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    if not is_file(path):
+        # What a shell substitutes can be read only once.
+        return False
+    try:
+        head = read_beginning(path, 8)
+    except UnreadableError as error:
+        raise StorageError(f"{path}: {error.message}") from error
+    return is_pickle(head) and not is_flight_record(path)
+
+
+def _is_snapshot(value: Any) -> bool:
+    """Say whether what a pickle holds has the form of today, or the earlier list of segments."""
     if isinstance(value, dict):
         return isinstance(value.get("segments"), list)
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "blocks" in value[0]
@@ -116,7 +135,7 @@ def read_recordings(path: Path) -> list[Recording]:
         StorageError: The file cannot be read, holds more than plain values, or is no memory snapshot.
     """
     value = read_pickle(path)
-    if not is_snapshot(value):
+    if not _is_snapshot(value):
         raise StorageError(f"{path} is not a memory snapshot", help="give what _dump_snapshot wrote")
     return recordings_in(value)
 
@@ -200,10 +219,14 @@ def _entry(entry: Any) -> Entry | None:
     get = entry.get
     address = get("device_free" if action == "oom" and "device_free" in entry else "addr")
     size, stream, micros = get("size"), get("stream", 0), get("time_us", 0)
-    for value in (address, size):
-        if type(value) is not int or value < 0 or value >= 1 << 64:
-            return None
-    if size >= _LIMIT or type(stream) is not int or type(micros) is not int or abs(micros) >= 1 << 62:
+    if (
+        type(address) is not int
+        or type(size) is not int
+        or type(stream) is not int
+        or type(micros) is not int
+    ):
+        return None
+    if not (0 <= address < 1 << 64 and 0 <= size < _LIMIT and abs(micros) < 1 << 62):
         return None
     return Entry(action, address, size, stream, micros, get("frames"))
 
@@ -239,21 +262,43 @@ def rounded(size: int) -> int:
     return -(-size // _ROUNDING) * _ROUNDING or _ROUNDING
 
 
-def describe_snapshot(path: Path) -> MemorySnapshot:
+def describe_snapshot(path: Path, planned: Candidate | None = None) -> MemorySnapshot:
     """Return what a snapshot says of the GPU with the most reserved memory.
+
+    Args:
+        path: The snapshot.
+        planned: What its peak is compared with.
 
     Raises:
         StorageError: As :func:`read_recordings`.
     """
     recordings = read_recordings(path)
-    return describe(str(path), recordings[0], tuple(other.device for other in recordings[1:]))
+    snapshot = describe(str(path), recordings[0], tuple(other.device for other in recordings[1:]))
+    return snapshot if planned is None else _compared(snapshot, planned)
+
+
+def _compared(snapshot: MemorySnapshot, planned: Candidate) -> MemorySnapshot:
+    """Put the plan's peak beside the measured one, a component that only one of them has included."""
+    expected = {str(item.name): item.bytes for item in planned.components if item.name not in _OUTSIDE}
+    components = [
+        replace(item, planned_bytes=expected.pop(item.name, 0 if item.name in set(Component) else None))
+        for item in snapshot.components
+    ]
+    components += [MeasuredComponent(name, 0, 0, size) for name, size in expected.items() if size]
+    return replace(snapshot, components=tuple(components), planned_peak_bytes=planned.allocated_peak_bytes)
+
+
+_OUTSIDE = (Component.ALLOCATOR_SLACK, Component.CONTEXT, Component.COMMUNICATORS)
+"""Components of a plan that torch's allocator does not allocate."""
 
 
 def describe(name: str, recording: Recording, others: tuple[int, ...] = ()) -> MemorySnapshot:
     """Return what is known of the memory of one GPU."""
     entries = recording.entries
     allocated, reserved = _levels(recording)
-    failure = next((index for index in range(len(entries) - 1, -1, -1) if entries[index].action == "oom"), None)
+    failure = next(
+        (index for index in range(len(entries) - 1, -1, -1) if entries[index].action == "oom"), None
+    )
     peak = max(range(len(allocated)), key=allocated.__getitem__)
     at = peak if failure is None else failure + 1
     names, components, timeline, live = _walk(recording, allocated, reserved, at)
@@ -311,7 +356,7 @@ def _levels(recording: Recording) -> tuple[list[int], list[int]]:
 def _walk(
     recording: Recording, allocated: list[int], reserved: list[int], at: int
 ) -> tuple[list[str], dict[str, tuple[int, int]], list[MemoryPoint], list[Block]]:
-    """Return the components, what they hold at a moment, points of all of them, and the blocks of the moment."""
+    """Return the components, what they hold at a moment, points of them, and the blocks of the moment."""
     entries = recording.entries
     step = -(-len(allocated) // (_POINTS - 1))
     shown = {
@@ -339,8 +384,8 @@ def _walk(
                 kinds[id(block)] = kind
                 totals[kind] += block.size
                 live[entry.address] = block
-            elif (kind := kinds.pop(id(block), None)) is not None:
-                totals[kind] -= block.size
+            elif (freed := kinds.pop(id(block), None)) is not None:
+                totals[freed] -= block.size
                 live.pop(entry.address, None)
         if index in shown:
             points.append((index, dict(totals)))
@@ -374,7 +419,9 @@ def _seconds(entries: list[Entry], index: int, first: int) -> float | None:
 
 def _python_only(recording: Recording) -> bool:
     """Say whether stacks have lines of Python and no C++ frames."""
-    stacked = [entry.frames for entry in recording.entries if entry.frames and type(entry.frames) is list][:200]
+    stacked = [entry.frames for entry in recording.entries if entry.frames and type(entry.frames) is list][
+        :200
+    ]
     return bool(stacked) and not any(
         isinstance(frame, dict) and "::" in str(frame.get("name")) for frames in stacked for frame in frames
     )

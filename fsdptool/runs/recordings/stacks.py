@@ -24,7 +24,11 @@ _MARKS: tuple[tuple[str, str, str], ...] = (
     (r"distributed/(distributed_c10d|_functional_collectives)\.py$", r"", "communication"),
     (r"", r"ProcessGroupNCCL", "communication"),
     (r"torch/optim/optimizer\.py$", r"profile_hook_step|wrapper", Component.OPTIMIZER),
-    (r"(torch|torchao|bitsandbytes|apex|deepspeed)/(.*/)?optim(izers?)?/", r"step|_init", Component.OPTIMIZER),
+    (
+        r"(torch|torchao|bitsandbytes|apex|deepspeed)/(.*/)?optim(izers?)?/",
+        r"step|_init",
+        Component.OPTIMIZER,
+    ),
     (r"torch/utils/checkpoint\.py$", r"recompute|unpack", Component.RECOMPUTED),
     (r"", r"AccumulateGrad", Component.GRADIENTS),
     (r"", r"autograd::Engine|_engine_run_backward", _BACKWARD),
