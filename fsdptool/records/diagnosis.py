@@ -187,6 +187,7 @@ class CollectiveCall:
         elements_in, elements_out: Elements per rank; null where torch's version does not report them.
         ranks: Who called it.
         odd: Whether most of the ranks that report called another one, or no majority did the same.
+        dtype: Type of the elements, as torch names it; null where logs alone are given.
     """
 
     operation: str
@@ -194,6 +195,7 @@ class CollectiveCall:
     elements_out: Count | None
     ranks: tuple[Count, ...]
     odd: bool
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class LogText:
         text: Beginning and end.
         total_bytes, read_bytes: Its size, and how much of it was read.
         rank: The rank that wrote it, if it belongs to one.
+        recorded: Whether its lines are made from a flight record.
     """
 
     name: str
@@ -118,6 +119,7 @@ class LogText:
     total_bytes: int
     read_bytes: int
     rank: int | None = None
+    recorded: bool = False
 
     @cached_property
     def lines(self) -> list[str]:

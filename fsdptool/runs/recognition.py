@@ -627,6 +627,7 @@ def _late(
 
 _COLLECTIVE = re.compile(
     r"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w+), (?:NumelIn=(\d{1,18}), NumelOut=(\d{1,18}), )?"
+    r"(?:dtype=(\w+), )?"
 )
 """A collective as torch 1.13 to 2.13 print it; the sizes since 2.1."""
 
@@ -654,14 +655,16 @@ class _Call:
     global_rank: bool
     operation: str
     sizes: tuple[int | None, int | None]
+    dtype: str | None
     log: LogText
     at: int
 
     @property
-    def compared(self) -> tuple[str, int | None, int | None]:
+    def compared(self) -> tuple[str, int | None, int | None, str | None]:
         """What has to be the same on all ranks."""
         whole_in, whole_out = _SIZES.get(self.operation, (True, True))
-        return self.operation, self.sizes[0] if whole_in else None, self.sizes[1] if whole_out else None
+        sizes = self.sizes[0] if whole_in else None, self.sizes[1] if whole_out else None
+        return self.operation, *sizes, self.dtype
 
 
 def _calls(log: LogText, index_of: TextIndex) -> Iterator[_Call]:
@@ -686,6 +689,7 @@ def _calls(log: LogText, index_of: TextIndex) -> Iterator[_Call]:
             known,
             match[2],
             (int(match[3]), int(match[4])) if match[3] else (None, None),
+            match[5],
             log,
             index,
         )
@@ -703,7 +707,8 @@ def _divergence(
 ) -> tuple[Divergence | None, RecognisedFailure | None]:
     """Return where ranks called different collectives, as NCCL's watchdog shows, and the failure."""
     places: dict[tuple[str | None, int], dict[int, _Call]] = defaultdict(dict)
-    for log, index in logs:
+    # The names of operations and sizes of a record are not all those of the watchdog's lines.
+    for log, index in [each for each in logs if each[0].recorded] or logs:
         for call in _calls(log, index):
             places[call.group, call.sequence].setdefault(call.rank, call)
     parted = {
@@ -713,7 +718,7 @@ def _divergence(
         return None, None
     # Where most ranks tell, and there the first.
     (group, sequence), ranks = min(parted.items(), key=lambda item: (-len(item[1]), item[0][1]))
-    kinds: dict[tuple[str, int | None, int | None], list[_Call]] = defaultdict(list)
+    kinds: dict[tuple[str, int | None, int | None, str | None], list[_Call]] = defaultdict(list)
     for _, call in sorted(ranks.items()):
         kinds[call.compared].append(call)
     ordered = sorted(kinds.values(), key=len, reverse=True)
@@ -729,6 +734,7 @@ def _divergence(
                 *calls[0].sizes,
                 tuple(call.rank for call in calls),
                 tie or calls is not ordered[0],
+                calls[0].dtype,
             )
             for calls in ordered
         ),

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+from test_views import Folder
 from torch.distributed.flight_recorder.components.builder import build_db
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.errors import FsdptoolError
 from fsdptool.records.diagnosis import FailureDiagnosis
 from fsdptool.runs.diagnose import diagnose
+from fsdptool.runs.folder import FLIGHT_RECORD, LOGS
 
 Record = dict[str, Any]
 
@@ -73,6 +75,11 @@ def another_size(record: Record) -> None:
     record["entries"][3].update(input_sizes=[[3]], output_sizes=[[3]])
 
 
+def another_dtype(record: Record) -> None:
+    """Let the rank reduce in another type."""
+    record["entries"][3].update(input_dtypes=["BFloat16"], output_dtypes=["BFloat16"])
+
+
 def of_ranks(record: Record, change: Callable[[Record], None], rank: int) -> dict[int, Record]:
     """Return the records of four ranks, one of which is changed."""
     ranks = {each: copy.deepcopy(record) for each in range(4)}
@@ -122,7 +129,7 @@ def we_say(answer: FailureDiagnosis) -> tuple[int, set[int]] | None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("change", [same, without_the_last, without_the_third, another_size])
+@pytest.mark.parametrize("change", [same, without_the_last, without_the_third, another_size, another_dtype])
 def test_what_parts_is_what_torch_finds(
     change: Callable[[Record], None], as_json: bool, record: Record, tmp_path: Path
 ) -> None:
@@ -159,6 +166,18 @@ def test_groups_are_told_apart(record: Record, tmp_path: Path) -> None:
     (cause,) = diagnose(written(ranks, tmp_path)).failures
     assert (cause.code, cause.ranks) == ("RUN164", (3,))
     assert "process group mesh_1 (shard)" in cause.why
+
+
+def test_the_records_in_a_run_folder_are_read(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDPTOOL_LOCKS", str(tmp_path / "locks"))
+    folder = Folder(tmp_path / "run").path
+    for rank, each in of_ranks(record, another_size, 1).items():
+        (folder / LOGS / f"{FLIGHT_RECORD}{rank}").write_bytes(pickle.dumps(each, protocol=2))
+    answer = diagnose(folder)
+    assert answer.divergence is not None and answer.divergence.sequence == 4
+    assert [item.code for item in answer.failures] == ["RUN011"]
 
 
 def test_a_record_stands_beside_the_logs(record: Record, tmp_path: Path) -> None:

@@ -384,7 +384,8 @@ def divergence_lines(divergence: Divergence) -> list[str]:
     for call in calls:
         sizes = ""
         if call.elements_in is not None:
-            sizes = f" (NumelIn={call.elements_in}, NumelOut={call.elements_out})"
+            dtype = f", {call.dtype}" if call.dtype is not None else ""
+            sizes = f" (NumelIn={call.elements_in}, NumelOut={call.elements_out}{dtype})"
         lines.append(f"{_ranks(call.ranks)}{counted} called {call.operation}{sizes}")
     lines[0] += f" as collective {divergence.sequence}{of_group if not counted else ''}"
     return lines

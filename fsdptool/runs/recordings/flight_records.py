@@ -95,7 +95,8 @@ def read_flight_record(path: Path, *, name: str | None = None) -> FlightRecord:
         lines.insert(0, f"NCCL version {printable(version[:_LINE])}")
     text = "\n".join(lines)
     return FlightRecord(
-        LogText(name or str(path), text, len(text), len(text), rank), _members(content.get("pg_config"))
+        LogText(name or str(path), text, len(text), len(text), rank, recorded=True),
+        _members(content.get("pg_config")),
     )
 
 
@@ -140,7 +141,7 @@ def _calls(entries: Sequence[Mapping[str, Any]], rank: int) -> Iterator[str]:
         elements = f"NumelIn={sizes[0]}, NumelOut={sizes[1]}, " if None not in sizes else ""
         line = (
             f"{_prefix(_group(entry), rank)} WorkNCCL(SeqNum={sequence}, OpType={operation}, {elements}"
-            f"state={entry.get('state')}){_caller(entry.get('frames'))}"
+            f"{_dtype(entry)}state={entry.get('state')}){_caller(entry.get('frames'))}"
         )
         yield printable(line)[:_LINE]
 
@@ -159,6 +160,19 @@ def _elements(sizes: object) -> int | None:
             return None
         total += prod(shape)
     return total if total < 1 << 53 else None
+
+
+def _dtype(entry: Mapping[str, Any]) -> str:
+    """Return the type of a call's tensors, if all of them have the same one."""
+    names = {
+        name
+        for side in ("input", "output")
+        for each in (entry.get(f"{side}_dtypes"),)
+        if isinstance(each, list | tuple)
+        for name in each
+        if isinstance(name, str) and name.isalnum()
+    }
+    return f"dtype={names.pop()}, " if len(names) == 1 else ""
 
 
 def _caller(frames: object) -> str:
