@@ -119,8 +119,7 @@ def prepare(
     )
     settings = replace(settings, num_processes=world_size, use_cpu=device == "cpu")
     _check_mesh(settings, world_size, config_path)
-    if recipe.steps is None and recipe.epochs is None:
-        raise ConfigError(f"{recipe_path} sets neither steps nor epochs", help="set one of them")
+    _check_length(recipe, recipe_path)
     recipe, spec = _model(recipe, recipe_path)
     run = _resolve(recipe, settings, world_size)
     # The folder keeps the batch as it was given: a run may be resumed on other ranks.
@@ -169,6 +168,11 @@ def prepare(
             *(() if with_data else ("data",)),
         ),
     )
+
+
+def _check_length(recipe: Recipe, path: Path) -> None:
+    if recipe.steps is None and recipe.epochs is None:
+        raise ConfigError(f"{path} sets neither steps nor epochs", help="set one of them")
 
 
 _PACKAGES: Mapping[Attention, tuple[str, str]] = {

@@ -42,7 +42,7 @@ _ACTIONS = ("alloc", "free_completed", *_GROWS, *_SHRINKS, "oom")
 
 
 @dataclass(slots=True)
-class Block:
+class RecordedBlock:
     """A block in use.
 
     Attributes:
@@ -57,7 +57,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Entry:
+class TraceEntry:
     """One entry of a trace that changes memory.
 
     Attributes:
@@ -77,7 +77,7 @@ class Entry:
     stream: int
     micros: int
     frames: Any
-    block: Block | None = None
+    block: RecordedBlock | None = None
 
 
 @dataclass(slots=True)
@@ -96,9 +96,9 @@ class Recording:
 
     device: int
     segments: list[dict[str, Any]]
-    entries: list[Entry]
-    start: dict[int, Block] = field(default_factory=dict)
-    end: dict[int, Block] = field(default_factory=dict)
+    entries: list[TraceEntry]
+    start: dict[int, RecordedBlock] = field(default_factory=dict)
+    end: dict[int, RecordedBlock] = field(default_factory=dict)
     reserved_start: int = 0
     reserved_end: int = 0
     ignored: int = 0
@@ -132,7 +132,7 @@ def read_recordings(path: Path) -> list[Recording]:
     """Return what a snapshot holds of each GPU, the one with the most reserved memory first.
 
     Raises:
-        StorageError: The file cannot be read, holds more than plain values, or is no memory snapshot.
+        StorageError: The file cannot be read, holds more than plain values, or is not a memory snapshot.
     """
     value = read_pickle(path)
     if not _is_snapshot(value):
@@ -198,7 +198,7 @@ def _blocks(recording: Recording, segment: dict[str, Any], address: int) -> Iter
         address = place + size
         used = str(block.get("state")).startswith("active")
         if used:
-            recording.end[place] = Block(size, _frames(block))
+            recording.end[place] = RecordedBlock(size, _frames(block))
         yield {"address": place, "size": size, "used": used}
 
 
@@ -210,7 +210,7 @@ def _frames(block: dict[str, Any]) -> Any:
     return block.get("frames")
 
 
-def _entry(entry: Any) -> Entry | None:
+def _entry(entry: Any) -> TraceEntry | None:
     if not isinstance(entry, dict):
         return None
     action = entry.get("action")
@@ -228,7 +228,7 @@ def _entry(entry: Any) -> Entry | None:
         return None
     if not (0 <= address < 1 << 64 and 0 <= size < _LIMIT and abs(micros) < 1 << 62):
         return None
-    return Entry(action, address, size, stream, micros, get("frames"))
+    return TraceEntry(action, address, size, stream, micros, get("frames"))
 
 
 def _undo(recording: Recording) -> None:
@@ -241,13 +241,13 @@ def _undo(recording: Recording) -> None:
             block = live.pop(entry.address, None)
             if block is None:
                 recording.contradictions += 1
-                block = Block(rounded(entry.size), None)
+                block = RecordedBlock(rounded(entry.size), None)
             block.frames = entry.frames
             entry.block = block
         elif action == "free_completed":
             if entry.address in live:
                 recording.contradictions += 1
-            entry.block = live[entry.address] = Block(rounded(entry.size), None, entry.frames or [])
+            entry.block = live[entry.address] = RecordedBlock(rounded(entry.size), None, entry.frames or [])
         elif action in _GROWS:
             reserved -= entry.size
         elif action in _SHRINKS:
@@ -355,7 +355,7 @@ def _levels(recording: Recording) -> tuple[list[int], list[int]]:
 
 def _walk(
     recording: Recording, allocated: list[int], reserved: list[int], at: int
-) -> tuple[list[str], dict[str, tuple[int, int]], list[MemoryPoint], list[Block]]:
+) -> tuple[list[str], dict[str, tuple[int, int]], list[MemoryPoint], list[RecordedBlock]]:
     """Return the components, what they hold at a moment, points of them, and the blocks of the moment."""
     entries = recording.entries
     step = -(-len(allocated) // (_POINTS - 1))
@@ -373,7 +373,7 @@ def _walk(
         kind = kinds[id(block)] = stacks.component(block.frames, block.freed, python_only=False)
         totals[kind] += block.size
     points: list[tuple[int, dict[str, int]]] = []
-    moment: list[Block] = []
+    moment: list[RecordedBlock] = []
     first = next((entry.micros for entry in entries if entry.micros), 0)
     for index in range(len(entries) + 1):
         entry = entries[index - 1] if index else None
@@ -412,7 +412,7 @@ def _walk(
     return order, {name: (held[name], blocks[name]) for name in order}, timeline, moment
 
 
-def _seconds(entries: list[Entry], index: int, first: int) -> float | None:
+def _seconds(entries: list[TraceEntry], index: int, first: int) -> float | None:
     micros = entries[index - 1].micros if index else first
     return max(micros - first, 0) / 1e6 if micros else None
 
@@ -427,7 +427,7 @@ def _python_only(recording: Recording) -> bool:
     )
 
 
-def _failed(entry: Entry, stacks: Stacks) -> FailedRequest:
+def _failed(entry: TraceEntry, stacks: Stacks) -> FailedRequest:
     lines = stacks.lines(entry.frames)
     return FailedRequest(entry.size, entry.address, entry.stream, _shown(lines[0]) if lines else None)
 
@@ -437,7 +437,7 @@ def _shown(line: tuple[str, int, str]) -> str:
 
 
 def _places(
-    live: list[Block], stacks: Stacks
+    live: list[RecordedBlock], stacks: Stacks
 ) -> tuple[tuple[AllocatingLine, ...], tuple[AllocatingStack, ...]]:
     sizes: Counter[tuple[str, int, str]] = Counter()
     numbers: Counter[tuple[str, int, str]] = Counter()
