@@ -13,6 +13,7 @@ from fsdptool import explain
 from fsdptool.config import read_settings
 from fsdptool.config.key_history import default_of, groups, has_key, is_known, known_versions, versions_with
 from fsdptool.config.result import Reading
+from fsdptool.config.rules import RULES
 
 ACCELERATE = (
     "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
@@ -93,7 +94,9 @@ def test_a_target_says_which_keys_it_does_not_have(
 
 def test_only_unknown_versions_are_a_guess() -> None:
     for package in ("accelerate", "transformers", "trl", "axolotl"):
-        assert len(known_versions(package)) > 9
+        known = known_versions(package)
+        assert len(known) > 9
+        assert f"{package} {known[0]} to {known[-1]}" in RULES["FSD354"].why.replace("TRL", "trl")
     assert said(read_settings(ACCELERATE, target="accelerate==1.8.1"), "FSD354") == []
     assert said(read_settings(ACCELERATE, target="accelerate==1.99"), "FSD354") == [
         "accelerate 1.99 is not a version that the rules were checked against; "
