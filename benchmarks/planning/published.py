@@ -292,8 +292,9 @@ def table() -> str:
     lines += ["", *_slack_lines(document["slack"]["rows"])]
     lines += ["", "| row | figure | published | planned | ratio |", "|---|---|---|---|---|"]
     lines += list(_lines(document["rows"]))
-    lines += ["", "What is known of the rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
-    lines += [f"- `{row['id']}`: {row['miss']}" for row in read_rows() if "miss" in row]
+    lines += ["", "Rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
+    lines += ["| row | what is known |", "|---|---|"]
+    lines += [f"| `{row['id']}` | {row['miss']} |" for row in read_rows() if "miss" in row]
     return "\n".join(lines) + "\n"
 
 
