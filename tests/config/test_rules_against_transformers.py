@@ -301,3 +301,5 @@ def test_the_version_is_not_read_before_transformers_5() -> None:
     before = read_settings(SourceText(text), target="transformers==4.57.6")
     assert before.version == 1
     assert [key.key for key in before.ignored] == ["version"]
+    said = {item.code: item.message for item in before.diagnostics}
+    assert said["FSD301"] == "version is not read: the run uses FSDP1"

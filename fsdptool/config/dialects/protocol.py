@@ -283,6 +283,7 @@ class LintContext:
         load_in_4bit: Whether the base model is quantised while it is loaded.
         load_in_8bit: The entry that quantises the base model to 8 bits with bitsandbytes.
         migration_refusal: Why this file cannot become FSDP2, or None.
+        version_unread: Whether the consumer has no key for FSDP's version, which the file writes.
         trial: Whether a fix is being tried: only the findings count, and no migration is worked out.
     """
 
@@ -311,6 +312,7 @@ class LintContext:
     load_in_4bit: bool = False
     load_in_8bit: Entry | None = None
     migration_refusal: str | None = None
+    version_unread: bool = False
     trial: bool = False
 
     @property

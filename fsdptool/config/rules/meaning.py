@@ -372,8 +372,8 @@ def _version(lint: LintContext) -> None:
             lint.report_value("FSD333", "LOCAL_STATE_DICT is not supported by FSDP2", "state_dict_type")
         return
     migrated = MigrationEdits(None) if lint.trial else migration(lint)
-    written = lint.written("fsdp_version")
-    what = f"{lint.name('fsdp_version')} is 1" if written else f"{lint.name('fsdp_version')} is not written"
+    state = "is 1" if lint.written("fsdp_version") else "is not written"
+    what = f"{lint.name('fsdp_version')} {'is not read' if lint.version_unread else state}"
     severity: Any = "error" if lint.consumer.name in ("fsdptool", "simpletuner") else "warning"
     if lint.consumer.name == "fsdptool":
         what += "; fsdptool supports FSDP2 only"

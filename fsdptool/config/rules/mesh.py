@@ -276,7 +276,8 @@ def check_processes(lint: LintContext) -> None:
         if processes % machines:
             lint.report_value(
                 "FSD328",
-                f"{processes} processes cannot be divided evenly over {machines} machines",
+                f"{processes} process{'' if processes == 1 else 'es'} cannot be divided evenly over"
+                f" {machines} machines",
                 "num_processes",
             )
         elif processes == 1:

@@ -570,6 +570,7 @@ def _version(lint: LintContext, entry: Entry | None, block: Node | None) -> int:
         # training_args.py of 4.57.6 has no version; 5.0.0 passes it on.
         lint.ignore(entry, "transformers reads the version from 5.0 on")
         lint.set("fsdp_version", 1)
+        lint.version_unread = True
         lint.migration_refusal = f"{_transformers(lint)} runs FSDP1 whatever the version says: upgrade to 5.0"
         return 1
     lint.set("fsdp_version", meant, entry=entry)
