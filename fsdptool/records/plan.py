@@ -272,7 +272,7 @@ class Candidate:
     """10th to 90th percentile of the step time, from how far published runs lay from our plans of them."""
     tokens_per_second_range: tuple[float, float] | None = None
     """The same for the throughput."""
-    range_basis: RangeBasis | None = None
+    range_basis: RangeBasis | None = field(default=None, repr=False)
     """The published runs that both rest on; None where measurements of the machine, or a table, say them."""
     reserved_range_bytes: tuple[int, int] | None = None
     """Range of the reserved peak, from published runs without expandable segments: its slack depends on
