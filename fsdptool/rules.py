@@ -194,7 +194,7 @@ RULES = (
          "Give --host-memory, or host_memory in the cluster file."),
     Rule("PLN007", "fragmentation may exceed the memory", "warning",
          "Without expandable segments, what the caching allocator reserves depends on fragmentation. The"
-         " upper end of the range that published runs give does not fit.",
+         " 90th percentile of what published runs reserved, beside our plans of them, does not fit.",
          "Set PYTORCH_ALLOC_CONF=expandable_segments:True, under environment: in the cluster file."),
     Rule("PLN010", "nothing to shard on one GPU", "info",
          "On a single GPU, FSDP adds its own copies and saves no memory.",

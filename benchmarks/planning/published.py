@@ -18,13 +18,15 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fsdptool.planning import Options, make_plan, read_request
+from fsdptool.planning.conformal import PUBLISHED
 from fsdptool.planning.hardware import find_gpu
+from fsdptool.planning.memory_range import PublishedPeak, reserved_spread
 from fsdptool.planning.throughput_range import Division, PublishedError, generation_of, throughput_range
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate
@@ -32,11 +34,12 @@ from fsdptool.records.plan import Candidate
 HERE = Path(__file__).parent
 ROWS = HERE / "published.jsonl"
 GPUS = HERE / "published_gpus.yaml"
-ERRORS = HERE.parents[1] / "fsdptool" / "planning" / "data" / "published_errors.json"
 RESULTS = HERE.parent / "results" / "planning_published.json"
 DOCS = HERE.parents[1] / "docs" / "explanation" / "published.md"
 BLOCK = re.compile(r"(<!-- published -->\n).*?(<!-- end -->)", re.DOTALL)
 GIB = 2**30
+_DIVISIONS: dict[str, Division] = {"ep": "mixture", "pp": "pipeline", "tp": "tensor"}
+RunT = TypeVar("RunT", PublishedError, PublishedPeak)
 SPEEDS = {
     "tokens_per_second_and_gpu": "tokens/s per GPU",
     "samples_per_second_and_gpu": "samples/s per GPU",
@@ -125,11 +128,15 @@ def write(done: Mapping[str, Any]) -> None:
         "rows": ordered,
         "summary": summary(ordered),
         "leave_one_source_out": coverage(errors(ordered)),
-        "slack": slack(ordered),
+        "reserved_leave_one_source_out": reserved_coverage(peaks(ordered)),
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    shipped = {"version": 1, "rows": [asdict(item) for item in errors(ordered)]}
-    ERRORS.write_text(json.dumps(shipped, indent=1) + "\n", encoding="utf-8")
+    shipped = {
+        "version": 1,
+        "rows": [asdict(item) for item in errors(ordered)],
+        "reserved": [asdict(item) for item in peaks(ordered)],
+    }
+    PUBLISHED.write_text(json.dumps(shipped, indent=1) + "\n", encoding="utf-8")
 
 
 def summary(done: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,28 +186,53 @@ def errors(done: Mapping[str, Any]) -> list[PublishedError]:
         if pair is None or row.get("gpu_unknown"):
             continue
         gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
-        options = row["options"]
-        division: Division = "dense"
-        if options.get("ep", 1) > 1:
-            division = "mixture"
-        elif options.get("pp", 1) > 1:
-            division = "pipeline"
-        elif options.get("tp", 1) > 1:
-            division = "tensor"
-        elif options.get("precision") == "fp8":
-            division = "float8"
         found.append(
             PublishedError(
                 id=row["id"],
                 source=row["source_group"],
-                what=f"{row['model'].split(' (')[0]}, {row['gpus']} x {gpu.name}",
+                what=_what(row, gpu.name),
                 gpu=gpu.name,
                 generation=generation_of(gpu),
-                division=division,
+                division=_kind(row),
                 ratio=round(1 / pair["ratio"], 3),
             )
         )
     return found
+
+
+def peaks(done: Mapping[str, Any]) -> list[PublishedPeak]:
+    """Return how far every published reserved peak lies from our plan."""
+    found = []
+    for row in read_rows():
+        pair = done.get(row["id"], {}).get("reserved")
+        if pair is None:
+            continue
+        gpu = find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu
+        environment = json.dumps(row["cluster"].get("environment", {}))
+        found.append(
+            PublishedPeak(
+                id=row["id"],
+                source=row["source_group"],
+                what=_what(row, gpu.name),
+                expandable="expandable_segments:True" in environment,
+                sharded=row["gpus"] > 1,
+                division=_kind(row),
+                ratio=round(1 / pair["ratio"], 3),
+            )
+        )
+    return found
+
+
+def _what(row: Mapping[str, Any], gpu: str) -> str:
+    return f"{row['model'].split(' (')[0]}, {row['gpus']} x {gpu}"
+
+
+def _kind(row: Mapping[str, Any]) -> Division:
+    options = row["options"]
+    for name, division in _DIVISIONS.items():
+        if options.get(name, 1) > 1:
+            return division
+    return "float8" if options.get("precision") == "fp8" else "dense"
 
 
 def speed_of(pairs: Mapping[str, Any]) -> dict[str, float] | None:
@@ -210,14 +242,34 @@ def speed_of(pairs: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def coverage(found: Sequence[PublishedError]) -> dict[str, Any]:
-    """Return how many runs lie in the range that the runs of all other sources give."""
+    """Return how many runs lie in the range of throughput that the runs of all other sources give."""
+
+    def ends(item: PublishedError, others: Sequence[PublishedError]) -> tuple[float, float]:
+        judged = throughput_range(item.gpu, item.generation, item.division, others)
+        return judged.slow, judged.fast
+
+    return _judged(found, ends)
+
+
+def reserved_coverage(found: Sequence[PublishedPeak]) -> dict[str, Any]:
+    """Return the same for the range of reserved memory."""
+
+    def ends(item: PublishedPeak, others: Sequence[PublishedPeak]) -> tuple[float, float]:
+        judged = reserved_spread(item.expandable, item.sharded, item.division, others)
+        return judged.low, judged.high
+
+    return _judged(found, ends)
+
+
+def _judged(
+    found: Sequence[RunT], ends: Callable[[RunT, Sequence[RunT]], tuple[float, float]]
+) -> dict[str, Any]:
     inside: dict[str, list[bool]] = {}
     widths = []
     for item in found:
-        others = [other for other in found if other.source != item.source]
-        judged = throughput_range(item.gpu, item.generation, item.division, others)
-        inside.setdefault(item.source, []).append(judged.slow <= item.ratio <= judged.fast)
-        widths.append(judged.fast / judged.slow)
+        low, high = ends(item, [other for other in found if other.source != item.source])
+        inside.setdefault(item.source, []).append(low <= item.ratio <= high)
+        widths.append(high / low)
     shares = {source: sum(hits) / len(hits) for source, hits in inside.items()}
     off = [abs(1 / item.ratio - 1) for item in found]
     return {
@@ -232,24 +284,6 @@ def coverage(found: Sequence[PublishedError]) -> dict[str, Any]:
             source: [len(hits) - sum(hits), len(hits)] for source, hits in inside.items() if not all(hits)
         },
     }
-
-
-def slack(done: Mapping[str, Any]) -> dict[str, Any]:
-    """Return published over replayed slack (reserved less active bytes) of FSDP2 without expandable segments.
-
-    FSDP1 is left out: its flat parameters and ``record_stream`` leave other segments behind.
-    """
-    found = {}
-    for row in read_rows():
-        pairs = done.get(row["id"], {})
-        expandable = "expandable_segments" in json.dumps(row["cluster"].get("environment", {}))
-        if "reserved" not in pairs or "active" not in pairs or expandable or "FSDP2" not in row["sharding"]:
-            continue
-        reserved, active = pairs["reserved"], pairs["active"]
-        published = reserved["published"] - active["published"]
-        found[row["id"]] = round(published / (reserved["planned"] - active["planned"]), 2)
-    ends = {"least": min(found.values()), "most": max(found.values())} if found else {}
-    return {"rows": found, **ends}
 
 
 def _spread(ratios: Sequence[float]) -> dict[str, float]:
@@ -288,8 +322,8 @@ def table() -> str:
     for name, item in document["summary"].items():
         cells = " | ".join(f"{item[key]:.2f}" for key in ("median", "p10", "p90", "least", "most"))
         lines.append(f"| {name} | {item['rows']} | {cells} |")
-    lines += ["", *_coverage_lines(document["leave_one_source_out"])]
-    lines += ["", *_slack_lines(document["slack"]["rows"])]
+    lines += ["", *_coverage_lines("Throughput", document["leave_one_source_out"])]
+    lines += ["", *_coverage_lines("Reserved memory", document["reserved_leave_one_source_out"])]
     lines += ["", "| row | figure | published | planned | ratio |", "|---|---|---|---|---|"]
     lines += list(_lines(document["rows"]))
     lines += ["", "Rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
@@ -298,25 +332,18 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _coverage_lines(judged: Mapping[str, Any]) -> Iterator[str]:
+def _coverage_lines(name: str, judged: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"Throughput: the median error of {judged['rows']} runs is {judged['median_error']:.0%}. Judged by"
+        f"{name}: the median error of {judged['rows']} runs is {judged['median_error']:.1%}. Judged by"
         f" the runs of the {judged['sources'] - 1} other sources alone, {judged['inside']} runs"
-        f" ({judged['share']:.0%}) lie in the printed range of P10 to P90."
+        f" ({judged['share']:.0%}) lie in the printed range of P10 to P90, whose ends differ by a factor of"
+        f" {judged['median_width']:.2f} in the median."
     )
     yield "Outside it:"
     yield ""
     yield "| source | outside | runs |"
     yield "|---|---|---|"
     yield from (f"| {source} | {out} | {rows} |" for source, (out, rows) in judged["outside"].items())
-
-
-def _slack_lines(ratios: Mapping[str, float]) -> Iterator[str]:
-    yield "Published over replayed slack (reserved less active bytes), FSDP2 without expandable segments:"
-    yield ""
-    yield "| row | slack |"
-    yield "|---|---|"
-    yield from (f"| `{name}` | {ratio:.2f} |" for name, ratio in ratios.items())
 
 
 def _lines(done: Mapping[str, Any]) -> Iterator[str]:

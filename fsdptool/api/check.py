@@ -19,7 +19,7 @@ from fsdptool.files.text import SourceText, UnreadableError, is_file, read_sourc
 from fsdptool.options import EXCLUDE, ISOLATED, Option, with_defaults
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict, EarlierRun
 from fsdptool.records.described_run import DescribedRun
-from fsdptool.records.plan import Plan, RejectionKind
+from fsdptool.records.plan import Candidate, Plan, RejectionKind
 
 SUFFIXES = (*ENDINGS, ".sh", ".bash", ".slurm", ".sbatch")
 """Endings of the files of a folder that are looked into: configurations, and scripts with command lines."""
@@ -284,8 +284,9 @@ def _line_of(path: Path, plan: Plan) -> CheckedFile:
         memory = (RejectionKind.DEVICE_MEMORY, RejectionKind.HOST_MEMORY)
         if rejection is not None and rejection.kind not in memory:
             verdict = "unknown"
-        elif _may_fit(plan):
-            verdict, reason = "unknown", "the fragmentation of the allocator decides whether it fits"
+        elif _may_fit(candidate):
+            tenths = round(10 * (candidate.fit_share or 0))
+            verdict, reason = "unknown", f"it fits with the memory of {tenths} of 10 published runs"
     kept = (item for item in plan.next_steps if plan.chosen is None and item.fits)
     steps = sorted(kept, key=lambda item: bool(item.hardware))
     return CheckedFile(
@@ -300,22 +301,17 @@ def _line_of(path: Path, plan: Plan) -> CheckedFile:
         usable_bytes=candidate.usable_bytes,
         limits=plan.inputs.limits,
         smallest_change=steps[0] if steps else None,
+        fit_share=candidate.fit_share,
     )
 
 
-def _may_fit(plan: Plan) -> bool:
-    """Whether a run fits where its allocator wastes as little as it did in published runs."""
-    candidate = plan.candidates[0]
-    total, usable, between = (
-        candidate.device_total_bytes,
-        candidate.usable_bytes,
-        candidate.reserved_range_bytes,
-    )
-    if total is None or usable is None or between is None or candidate.reserved_peak_bytes is None:
-        return False
-    rejection = candidate.rejected_by
+def _may_fit(candidate: Candidate) -> bool:
+    """Whether a run that is planned to need too much fits with as little memory as published runs had."""
+    from fsdptool.planning.verdict import lowest_total
+
+    rejection, least = candidate.rejected_by, lowest_total(candidate)
     on_device = rejection is not None and rejection.kind is RejectionKind.DEVICE_MEMORY
-    return on_device and total - candidate.reserved_peak_bytes + between[0] <= usable
+    return on_device and least is not None and least <= (candidate.usable_bytes or 0)
 
 
 def _unplanned(path: Path, error: FsdptoolError | UnreadableError, named: bool) -> CheckedFile:

@@ -334,6 +334,7 @@ def _described_run(run: DescribedRun, model: str, gpu: Gpu, gpus: int, machines:
     """Return what a described run needs; that is unknown where the plan is not a lower bound of it."""
     from fsdptool.planning import Options, make_plan, read_request
     from fsdptool.planning.file_run import bound_of
+    from fsdptool.planning.verdict import lowest_total
 
     options = Options(gpu=gpu.name, gpus=gpus // machines, nodes=machines, model=model, search=False)
     plan = make_plan(read_request(options, run))
@@ -343,7 +344,7 @@ def _described_run(run: DescribedRun, model: str, gpu: Gpu, gpus: int, machines:
     words = f"micro-batch {batch.micro_batch}"
     if batch.sequence_length is not None:
         words += f" of {batch.sequence_length:,} tokens"
-    return Need(candidate.device_total_bytes if certain else None, candidate.usable_bytes, words)
+    return Need(lowest_total(candidate) if certain else None, candidate.usable_bytes, words)
 
 
 def _smallest_run(

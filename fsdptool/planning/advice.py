@@ -13,6 +13,7 @@ from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import roomy
 from fsdptool.planning.file_run import LAUNCHED
+from fsdptool.planning.hardware import expands
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.diagnostic import Diagnostic
@@ -35,7 +36,7 @@ def advise(
     return [
         *_precision(inputs),
         *_choice(requested, chosen),
-        *_fragmentation(chosen),
+        *_fragmentation(inputs, chosen),
         *_network(inputs),
         *_host(inputs, chosen or requested),
         *_rows(estimator, inputs, (chosen or requested).settings),
@@ -111,15 +112,17 @@ def _choice(requested: Candidate, chosen: Candidate | None) -> Iterator[Diagnost
         )
 
 
-def _fragmentation(chosen: Candidate | None) -> Iterator[Diagnostic]:
-    """Say that a choice fits only if the allocator fragments no more than replayed."""
+def _fragmentation(inputs: PlanInputs, chosen: Candidate | None) -> Iterator[Diagnostic]:
+    """Say that a choice without expandable segments fits only if it reserves less than published runs did."""
     highest = highest_total(chosen) if chosen is not None else None
     if chosen is None or highest is None or chosen.usable_bytes is None or highest <= chosen.usable_bytes:
+        return
+    if expands(inputs.clusters[chosen.settings.cluster], inputs.loop):
         return
     yield Diagnostic(
         "PLN007",
         "warning",
-        f"with fragmentation as in published runs the device needs up to {amount(highest)} of"
+        f"with reserved memory as in published runs the device needs up to {amount(highest)} of"
         f" {amount(chosen.usable_bytes)}",
         help="set PYTORCH_ALLOC_CONF=expandable_segments:True for the run (environment: in the cluster file)",
     )

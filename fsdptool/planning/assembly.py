@@ -23,9 +23,9 @@ def assemble(
 ) -> Candidate:
     """Return the candidate; its FLOPs are added by who knows them.
 
-    With ``expandable`` segments, what is reserved has no range. The range of throughput is that of the
-    machine table or, if the machine was not measured, that of published runs (``division``: what divides the
-    model).
+    The range of throughput is that of the machine table or, if the machine was not measured, that of published
+    runs (``division``: what divides the model). The range of reserved memory is that of published runs, too
+    (``expandable``: whether its segments grow).
     """
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:
@@ -39,6 +39,7 @@ def assemble(
         published = range_of(cluster, division)
     slow, fast = (published.slow, published.fast) if published else machine.throughput_range or (1.0, 1.0)
     ranged = published is not None or machine.throughput_range is not None
+    peak = reserved_range(footprint, verdict, cluster, machine, expandable=expandable, division=division)
     return Candidate(
         id=id,
         settings=point,
@@ -61,7 +62,9 @@ def assemble(
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,
         range_basis=published.basis if published is not None and seconds is not None else None,
-        reserved_range_bytes=None if expandable else reserved_range(footprint, machine),
+        reserved_range_bytes=peak.ends if peak is not None else None,
+        reserved_range_basis=peak.basis if peak is not None else None,
+        fit_share=peak.fit_share if peak is not None else None,
         allocated_peak_range_bytes=footprint.allocated_peak_range_bytes,
     )
 

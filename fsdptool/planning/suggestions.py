@@ -163,7 +163,10 @@ def avoid_fragmentation(
     highest = highest_total(chosen)
     if highest is None or chosen.usable_bytes is None or highest <= chosen.usable_bytes:
         return ()
-    change = _expandable(chosen.settings, inputs.clusters[chosen.settings.cluster])
+    cluster = inputs.clusters[chosen.settings.cluster]
+    if expands(cluster, inputs.loop):
+        return ()
+    change = _expandable(chosen.settings, cluster)
     growing = _evaluate(estimator, change, inputs, replay=True)
     if growing is None or growing.rejected_by is not None:
         return ()

@@ -136,4 +136,5 @@ def _row(swept: Mapping[str, float], plan: Plan) -> SweepRow:
         mfu=candidate.mfu,
         price_per_million_tokens=offer.price_per_million_tokens,
         price_per_run=offer.price_per_run,
+        fit_share=candidate.fit_share,
     )

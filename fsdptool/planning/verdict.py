@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdptool.formatting import amount
+from fsdptool.planning.memory_range import shipped_spread
+from fsdptool.planning.throughput_range import Division
 from fsdptool.records.cluster import Cluster, Machine
-from fsdptool.records.plan import Candidate, ComponentBytes, Footprint, Rejection, RejectionKind, SearchPoint
+from fsdptool.records.plan import (
+    Candidate,
+    ComponentBytes,
+    Footprint,
+    RangeBasis,
+    Rejection,
+    RejectionKind,
+    SearchPoint,
+)
 from fsdptool.records.trace import Component
 
 HEADROOM = 0.05
@@ -85,19 +95,58 @@ def least_device_bytes(candidate: Candidate) -> int | None:
     return candidate.device_total_bytes - slack
 
 
-def reserved_range(footprint: Footprint, machine: Machine) -> tuple[int, int] | None:
-    """Return between which bytes the reserved peak lies, by the slack that others published; None: not known.
+@dataclass(frozen=True, slots=True)
+class ReservedRange:
+    """What published runs say of a reserved peak.
 
-    What the caching allocator reserves beyond what is alive depends on fragmentation. A replay follows its
-    rules for rank 0 of a run whose streams free in order; published runs had less slack or more
-    (docs/explanation/published.md).
+    Attributes:
+        ends: Bytes between which it lies: the 10th and the 90th percentile.
+        fit_share: Share of the runs, by weight, with whose error the plan fits; None if the limit is unknown.
+        basis: The runs.
     """
-    allocated, reserved = footprint.allocated_peak_bytes, footprint.reserved_peak_bytes
-    if allocated is None or reserved is None or machine.slack_range is None:
+
+    ends: tuple[int, int]
+    fit_share: float | None
+    basis: RangeBasis
+
+
+def reserved_range(
+    footprint: Footprint,
+    verdict: FitCheck,
+    cluster: Cluster,
+    machine: Machine,
+    *,
+    expandable: bool,
+    division: Division,
+) -> ReservedRange | None:
+    """Return between which bytes the reserved peak lies; None where published runs say nothing of it.
+
+    No run needs less than what follows from shapes and dtypes alone. A machine that was measured has ratios
+    of its own, and no caching allocator reserves the memory of hosts.
+    """
+    reserved, total = footprint.reserved_peak_bytes, verdict.device_total_bytes
+    if cluster.gpu is None or machine.measured or reserved is None or total is None:
         return None
-    least, most = machine.slack_range
-    slack = reserved - allocated
-    return allocated + int(slack * least), allocated + int(slack * most)
+    least = min(reserved, sum(item.bytes or 0 for item in footprint.components if item.basis == "exact"))
+    spread = shipped_spread(expandable, cluster.world_size > 1, division)
+    outside, usable = total - reserved, verdict.usable_bytes
+
+    def peak(factor: float) -> int:
+        return max(int(reserved * factor), least)
+
+    share = spread.share(lambda factor: outside + peak(factor) <= usable) if usable is not None else None
+    return ReservedRange((peak(spread.low), peak(spread.high)), share, spread.basis)
+
+
+def lowest_total(candidate: Candidate) -> int | None:
+    """Return the least that the driver would report, by published runs; None where the total is unknown.
+
+    What exceeds a limit by this figure certainly does not fit.
+    """
+    total = candidate.device_total_bytes
+    if total is None or candidate.reserved_range_bytes is None:
+        return total
+    return total - (candidate.reserved_peak_bytes or 0) + candidate.reserved_range_bytes[0]
 
 
 def highest_total(candidate: Candidate) -> int | None:

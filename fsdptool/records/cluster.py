@@ -202,9 +202,6 @@ class Machine:
         overlap_slowdown: Fraction of the time of a hidden collective by which it delays compute.
         node_slowdown: Fraction by which a step is longer for each doubling of the nodes.
         throughput_range: Published over predicted throughput, 10th and 90th percentile; null: not known.
-        slack_range: Published over replayed slack (reserved less allocated bytes) without expandable
-            segments, least and most; null: not known.
-        slack_rows: Published runs that this range comes from.
     """
 
     name: str
@@ -231,8 +228,6 @@ class Machine:
     overlap_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     node_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     throughput_range: tuple[float, float] | None = None
-    slack_range: tuple[float, float] | None = None
-    slack_rows: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,7 @@ class SweepRow:
         settings: The candidate's.
         global_batch: Samples of one optimizer step.
         device_total_bytes, usable_bytes: What a rank needs, and what it has.
+        fit_share: Share of published runs with whose error of memory the plan fits; None: not known.
         host_bytes_per_node: Host memory.
         step_seconds, samples_per_second, tokens_per_second, mfu: Estimates.
         price_per_million_tokens, price_per_run: In the currency of the price.
@@ -287,6 +288,7 @@ class SweepRow:
     mfu: float | None = None
     price_per_million_tokens: float | None = None
     price_per_run: float | None = None
+    fit_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,12 +149,13 @@ class CheckedFile:
         changed_in: The file that changed: this one, or one that it names; null without a revision to compare.
         program: Program that the file is for; null where none is recognised.
         verdict: Whether the run fits. ``unknown`` where what is not planned could turn the answer, or where
-            the fragmentation of the allocator decides; ``not_planned`` where there is no plan.
+            it would fit with the memory of some published runs; ``not_planned`` where there is no plan.
         reason: Why the verdict is unknown, why there is no plan, or what does not fit; null else.
         help: What to do about that; null where nothing is known.
         hardware: GPUs that the run is planned for, in words.
         needed_bytes: What a rank needs on its GPU; null is unknown.
         usable_bytes: What a rank may use.
+        fit_share: Share of published runs with whose error of memory the plan fits; null: not known.
         limits: What changes memory and is not planned.
         before: The run before the change; null for a new file, or without a revision to compare.
         smallest_change: The smallest change that makes the run fit; null where it fits or none is known.
@@ -176,6 +177,7 @@ class CheckedFile:
     before: EarlierRun | None = None
     smallest_change: Suggestion | None = None
     named: bool = True
+    fit_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

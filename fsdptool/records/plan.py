@@ -216,14 +216,15 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class RangeBasis:
-    """The published runs that a range of throughput rests on.
+    """The published runs that a range of throughput, or of reserved memory, rests on.
 
     Attributes:
         rows: Runs that count, the likest for most.
         sources: Who published them.
-        alike: Those on the GPU's generation that divide the model in the same way.
+        alike: Those that divide the model in the same way, on the same generation of GPUs (throughput), or
+            with the same kind of segments and of sharding (memory).
         alike_sources: Who published these.
-        nearest: The likest, in words, with published over planned throughput.
+        nearest: The likest, in words, with published over planned figures.
     """
 
     rows: Count
@@ -275,8 +276,13 @@ class Candidate:
     range_basis: RangeBasis | None = field(default=None, repr=False)
     """The published runs that both rest on; None where measurements of the machine, or a table, say them."""
     reserved_range_bytes: tuple[int, int] | None = None
-    """Range of the reserved peak, from published runs without expandable segments: its slack depends on
-    fragmentation. None where segments expand, or nothing was replayed."""
+    """10th to 90th percentile of the reserved peak, from how far published runs lay from our plans of them.
+    None where nothing was replayed, on hosts, and for measured machines."""
+    reserved_range_basis: RangeBasis | None = field(default=None, repr=False)
+    """The published runs that this rests on."""
+    fit_share: float | None = None
+    """Share of these runs, by weight, in which the device has enough memory if what is planned is as far off
+    as in theirs; None where there is no range."""
     allocated_peak_range_bytes: tuple[int, int] | None = None
     """With compiled blocks, the allocated peak if they fuse as on a CPU, and if they fuse nothing."""
     compilation: Compilation | None = None

@@ -10,6 +10,7 @@ from fsdptool.formatting import amount, printable
 from fsdptool.records.advice import SuggestionKind
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
 from fsdptool.report.code_scanning import artifact, sarif_log, workflow_command
+from fsdptool.report.plan_words import verdict
 
 VERDICTS: Mapping[CheckVerdict, str] = {
     "fits": "fits",
@@ -20,6 +21,11 @@ VERDICTS: Mapping[CheckVerdict, str] = {
 _LEVELS = {"does_not_fit": "error", "unknown": "notice", "not_planned": "notice"}
 MARK = "<!-- fsdptool check -->"
 """First line of the comment in Markdown, by which a workflow finds the comment that it wrote before."""
+
+
+def answer(item: CheckedFile) -> str:
+    """Return the verdict; where a run fits, with the share of published runs that agree."""
+    return verdict("fits", item.fit_share) if item.verdict == "fits" else VERDICTS[item.verdict]
 
 
 def need(item: CheckedFile) -> str:
@@ -92,7 +98,7 @@ def text_lines(report: CheckReport) -> Iterator[str]:
     for item in _listed(report):
         place = f"{item.changed_in}:{item.line}" if item.line is not None else item.path
         about = f" ({item.path})" if item.line is not None and item.changed_in != item.path else ""
-        line = f"{printable(place)}{printable(about)}: {VERDICTS[item.verdict]}: {message(item)}"
+        line = f"{printable(place)}{printable(about)}: {answer(item)}: {message(item)}"
         yield line + (f" ({printable(item.help)})" if item.help else "")
     yield summary(report)
 
@@ -166,7 +172,7 @@ def _told(report: CheckReport) -> Iterator[CheckedFile]:
 
 def _said(item: CheckedFile) -> str:
     about = "" if item.changed_in in (None, item.path) else f"{printable(item.path)}: "
-    return f"{about}{VERDICTS[item.verdict]}: {message(item)}"
+    return f"{about}{answer(item)}: {message(item)}"
 
 
 def markdown_lines(report: CheckReport) -> Iterator[str]:
@@ -186,11 +192,11 @@ def markdown_lines(report: CheckReport) -> Iterator[str]:
                 [before(item) or ("new file" if _is_new(item) else "")] if report.base is not None else []
             )
             bold = "**" if item.verdict == "does_not_fit" else ""
-            verdict = f"{bold}{VERDICTS[item.verdict]}{bold}"
+            said = f"{bold}{answer(item)}{bold}"
             why = "; ".join(reasons(item))
             cells = [
                 f"`{printable(item.path).replace('`', '')}`",
-                verdict + (f": {_escaped(why)}" if why else ""),
+                said + (f": {_escaped(why)}" if why else ""),
             ]
             cells += [_escaped(text) for text in (need(item).removeprefix("needs "), *earlier, change(item))]
             yield f"| {' | '.join(cells)} |"

@@ -11,7 +11,16 @@ from fsdptool.records.command_documents import SweepRow
 from fsdptool.records.compilation import CompileReason
 from fsdptool.records.fused_loss import FusedLossReason
 from fsdptool.records.mesh import PLANNED
-from fsdptool.records.plan import Candidate, Moment, NotPlanned, Plan, RejectionKind, SampleSize, SearchPoint
+from fsdptool.records.plan import (
+    Candidate,
+    Moment,
+    NotPlanned,
+    Plan,
+    RejectionKind,
+    SampleSize,
+    SearchPoint,
+    Verdict,
+)
 from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
 from fsdptool.records.recipe import Lora
 from fsdptool.records.run import RunPhase
@@ -182,13 +191,29 @@ def brief(settings: SearchPoint) -> str:
     return ", ".join(words)
 
 
-def reserved_range(plan: Plan, candidate: Candidate) -> str:
+def verdict(name: Verdict, share: float | None) -> str:
+    """Return the verdict, with the share of published runs that agree where they do not all.
+
+    Args:
+        name: The verdict by the planned figure.
+        share: :attr:`~fsdptool.records.plan.Candidate.fit_share` of the shown candidate.
+    """
+    tenths = 10 if share is None else round(share * 10)
+    if name == "fits" and tenths < 10:
+        return f"{'probably fits' if tenths >= 5 else 'may fit'} ({tenths} of 10)"
+    if name == "does_not_fit" and share is not None and tenths > 0:
+        return f"{'probably does not fit' if tenths <= 5 else 'may fit'} ({tenths} of 10)"
+    return VERDICTS[name]
+
+
+def reserved_range(candidate: Candidate) -> str:
     """Return the range of reserved memory and what it rests on, to follow the figure; empty if unknown."""
     ends = candidate.reserved_range_bytes
     if ends is None:
         return ""
-    rows = plan.inputs.machines[candidate.settings.cluster].slack_rows
-    return f" ({amount(ends[0])} to {amount(ends[1])}, by {rows} published runs)"
+    basis = candidate.reserved_range_basis
+    by = f", by {basis.rows} published runs, {basis.alike} of them alike" if basis is not None else ""
+    return f" (P10 to P90: {amount(ends[0])} to {amount(ends[1])}{by})"
 
 
 def time_range(candidate: Candidate) -> str:
@@ -216,10 +241,12 @@ def speed(candidate: Candidate | Suggestion | SweepRow | TriedSettings) -> str:
 
 def headline(plan: Plan) -> str:
     """Return the verdict in one line."""
-    where = plan.details.clusters[shown(plan).settings.cluster]
+    candidate = shown(plan)
+    where = plan.details.clusters[candidate.settings.cluster]
     size = assumed_size(plan.sample)
     at = f", at {size} (assumed)" if size else ""
-    return f"{plan.inputs.model.reference} on {where}: {VERDICTS[plan.verdict]}{at}"
+    answer = verdict(plan.verdict, candidate.fit_share)
+    return f"{plan.inputs.model.reference} on {where}: {answer}{at}"
 
 
 def assumed_size(sample: SampleSize) -> str:

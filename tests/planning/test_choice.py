@@ -236,7 +236,7 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert roomy.allocated_peak_bytes is not None
     assert roomy.reserved_peak_bytes is not None
     assert roomy.device_total_bytes is not None
-    assert roomy.allocated_peak_bytes < low < roomy.reserved_peak_bytes < high
+    assert low < roomy.reserved_peak_bytes < high
     memory = roomy.device_total_bytes + (high - roomy.reserved_peak_bytes) // 2
     tight = planned(tmp_path, LLAMA, memory, **fixed)
     assert tight.verdict == "fits"
@@ -246,15 +246,27 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert first.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert (first.device_total_bytes or 0) <= roomy.device_total_bytes
     assert first.fits
-    assert planned(tmp_path, LLAMA, memory, **point).candidates[0].reserved_range_bytes is None
     growing = planned(tmp_path, LLAMA, memory, **fixed, expandable_segments=True)
     assert growing.candidates[0].device_total_bytes == first.device_total_bytes
-    assert growing.candidates[0].reserved_range_bytes is None
+    asked = growing.candidates[0]
+    assert asked.reserved_range_bytes is not None
+    assert asked.reserved_peak_bytes is not None
+    assert asked.reserved_range_bytes[1] / asked.reserved_peak_bytes < high / roomy.reserved_peak_bytes
     assert not growing.next_steps
     assert "export it first" in emit_config(plan=growing)
     document = plan_document(tight)
     jsonschema.validate(document, load_schema("plan"))
-    assert plan_words.reserved_range(tight, tight.candidates[0]).endswith("by 3 published runs)")
+    asked = tight.candidates[0]
+    assert ", by 54 published runs, " in plan_words.reserved_range(asked)
+    assert asked.fit_share is not None
+    assert 0.5 < asked.fit_share < 0.95
+    assert f"probably fits ({round(10 * asked.fit_share)} of 10)" in plan_words.headline(tight)
+    # With less memory the planned peak does not fit, and the peaks of some published runs do.
+    short = planned(tmp_path, LLAMA, roomy.device_total_bytes - 1, **fixed).candidates[0]
+    assert short.rejected_by is not None
+    assert 0 < (short.fit_share or 0) < asked.fit_share < roomy.fit_share == 1
+    assert "of 10)" in plan_words.verdict("does_not_fit", short.fit_share)
+    assert plan_words.verdict("does_not_fit", 0.0) == "does not fit"
 
 
 def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(tmp_path: Path) -> None:

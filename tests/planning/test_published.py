@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdptool.planning.hardware import find_gpu, machine_for
+from fsdptool.planning.memory_range import PublishedPeak, published_peaks, reserved_spread
 from fsdptool.planning.throughput_range import PublishedError, published_errors, throughput_range
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +33,17 @@ def test_the_shipped_errors_are_those_of_the_results(script: dict[str, Any]) -> 
     results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
     assert list(published_errors()) == script["errors"](results["rows"])
     assert results["leave_one_source_out"] == script["coverage"](published_errors())
+    assert list(published_peaks()) == script["peaks"](results["rows"])
+    assert results["reserved_leave_one_source_out"] == script["reserved_coverage"](published_peaks())
 
 
 def test_ranges_contain_four_of_five_runs_of_other_sources(script: dict[str, Any]) -> None:
-    judged = script["coverage"](published_errors())
-    assert 0.75 <= judged["share"] <= 0.9
-    assert judged["median_error"] <= 0.12
+    for judged in (
+        script["coverage"](published_errors()),
+        script["reserved_coverage"](published_peaks()),
+    ):
+        assert 0.75 <= judged["share"] <= 0.9
+        assert judged["median_error"] <= 0.12
 
 
 def test_a_range_is_wider_where_less_is_known() -> None:
@@ -60,13 +65,17 @@ def test_one_source_of_many_runs_counts_for_less_than_many_sources() -> None:
     assert throughput_range("GPU", "new", "dense", [*others, *spread]).slow < 0.5
 
 
-def test_the_shipped_range_of_slack_is_that_of_the_results(script: dict[str, Any]) -> None:
-    results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
-    found = script["slack"](results["rows"])
-    assert found == results["slack"]
-    shipped = machine_for(find_gpu("H100-80GB-SXM").gpu)
-    assert shipped.slack_range == (found["least"], found["most"])
-    assert shipped.slack_rows == len(found["rows"])
+def test_reserved_memory_is_known_less_on_segments_that_do_not_grow() -> None:
+    growing = reserved_spread(True, True, "dense", published_peaks())
+    fixed = reserved_spread(False, True, "dense", published_peaks())
+    assert fixed.high > growing.high > 1 > growing.low
+    assert growing.basis.alike > fixed.basis.alike > 0
+    run = PublishedPeak("a", "a", "model, 8 x GPU", True, True, "dense", 1.0)
+    runs = [replace(run, id=f"{number}", source=f"{number}", ratio=1 + number / 100) for number in range(11)]
+    # All count alike: the share of the runs is the share of their number.
+    spread = reserved_spread(True, True, "dense", runs)
+    assert spread.share(lambda factor: factor <= 1.05) == pytest.approx(6 / 11)
+    assert spread.share(lambda factor: factor <= 0.9) == 0
 
 
 def test_every_row_that_misses_says_why(script: dict[str, Any]) -> None:

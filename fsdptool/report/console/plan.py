@@ -74,7 +74,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     if explain:
         _nearest(candidate)
         _states(plan)
-        _peak(plan, candidate)
+        _peak(candidate)
         _phases(candidate)
         _configuration(plan, candidate)
         _seconds(candidate)
@@ -150,13 +150,14 @@ def candidate_rows(plan: Plan) -> tuple[tuple[str, ...], list[tuple[object, ...]
 
 
 def _nearest(candidate: Candidate) -> None:
-    """Print the published runs that count for most in the range of the throughput."""
-    basis = candidate.range_basis
-    if basis is None:
-        return
-    print_line(f"published runs of {basis.sources} sources; nearest:")
-    for line in basis.nearest:
-        print_line(f"  {line}")
+    """Print the published runs that count for most in the ranges of the throughput and of reserved memory."""
+    ranged = {"throughput": candidate.range_basis, "reserved memory": candidate.reserved_range_basis}
+    for what, basis in ranged.items():
+        if basis is None:
+            continue
+        print_line(f"{what} of published runs of {basis.sources} sources; nearest:")
+        for line in basis.nearest:
+            print_line(f"  {line}")
 
 
 def _components(candidate: Candidate, *, explain: bool) -> None:
@@ -205,7 +206,7 @@ def _states(plan: Plan) -> None:
         print_line(f"model states over a whole step: {kept} (exact)")
 
 
-def _peak(plan: Plan, candidate: Candidate) -> None:
+def _peak(candidate: Candidate) -> None:
     peak = candidate.peak
     if peak is None:
         return
@@ -213,7 +214,7 @@ def _peak(plan: Plan, candidate: Candidate) -> None:
     allocated, reserved = candidate.allocated_peak_bytes, candidate.reserved_peak_bytes
     text = f"peak: {peak.moment}; allocated {amount(allocated)}"
     if reserved is not None:
-        text += f", reserved {amount(reserved)}{words.reserved_range(plan, candidate)}"
+        text += f", reserved {amount(reserved)}{words.reserved_range(candidate)}"
     print_line(text)
     if candidate.allocated_peak_range_bytes:
         _, most = candidate.allocated_peak_range_bytes
@@ -534,7 +535,7 @@ def print_sweep(sweep: Sweep) -> None:
         rows.append(
             (
                 *values,
-                words.VERDICTS[row.verdict],
+                words.verdict(row.verdict, row.fit_share),
                 amount(row.device_total_bytes),
                 words.duration(row.step_seconds),
                 words.speed(row),

@@ -72,6 +72,7 @@ def plan_parts(plan: Plan, links: Links = Links()) -> dict[str, str]:
 
 def _head(plan: Plan, candidate: Candidate) -> str:
     verdict = plan.verdict
+    answer = words.verdict(verdict, candidate.fit_share)
     model = plan.inputs.model
     where = plan.details.clusters[candidate.settings.cluster]
     title = f"{escape(model.reference)} on {escape(where)}"
@@ -80,7 +81,7 @@ def _head(plan: Plan, candidate: Candidate) -> str:
         ("allocated at the peak", amount(candidate.allocated_peak_bytes), _moment(candidate)),
     ]
     if candidate.reserved_peak_bytes is not None:
-        note = f"caching allocator{words.reserved_range(plan, candidate)}"
+        note = f"caching allocator{words.reserved_range(candidate)}"
         figures.append(("reserved", amount(candidate.reserved_peak_bytes), note))
     if candidate.step_seconds is not None:
         figures.append(
@@ -100,7 +101,7 @@ def _head(plan: Plan, candidate: Candidate) -> str:
     loop = (*words.unread(plan), *words.loop(plan))
     return (
         f'<header><p class="soft">{escape(model.class_ or "")} · {parameters}</p>'
-        f'<h1>{title}: <span class="{verdict}">{words.VERDICTS[verdict]}</span>{at}</h1>'
+        f'<h1>{title}: <span class="{verdict}">{answer}</span>{at}</h1>'
         f"<p>{escape(_sentence(words.need(candidate)))}</p>"
         f'<p class="soft">Shown: {escape(candidate.id)}, {escape(words.brief(candidate.settings))}.</p>'
         f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in loop)}"
