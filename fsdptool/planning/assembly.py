@@ -23,9 +23,9 @@ def assemble(
 ) -> Candidate:
     """Return the candidate; its FLOPs are added by who knows them.
 
-    The range of throughput is that of the machine table or, if the machine was not measured, that of published
-    runs (``division``: what divides the model). The range of reserved memory is that of published runs, too
-    (``expandable``: whether its segments grow).
+    The range of throughput is that of the machine table or, if the machine was not measured, that of
+    published runs (``division``: what divides the model). The range of reserved memory is that of published
+    runs, too (``expandable``: whether its segments grow).
     """
     price = None
     if timing is not None and cluster.price_per_gpu_hour is not None:

@@ -25,7 +25,7 @@ TAIL = 0.1
 _NEAREST = 5
 
 
-class Published(Protocol):
+class PublishedFigure(Protocol):
     """A published run beside its plan."""
 
     @property
@@ -45,7 +45,7 @@ class Published(Protocol):
         """Published over planned."""
 
 
-RunT = TypeVar("RunT", bound=Published)
+RunT = TypeVar("RunT", bound=PublishedFigure)
 
 
 @dataclass(frozen=True, slots=True)
