@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fsdptool.memory.simulation.collectives import DEVICES
 from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
-from fsdptool.memory.simulation.off_step import host_bytes
+from fsdptool.memory.simulation.off_step import States, host_bytes
 from fsdptool.memory.simulation.simulate import PreparedSimulation, Simulated, prepare, simulate
 from fsdptool.records.cluster import DeviceProfile
 from fsdptool.records.mesh import ParallelDims
@@ -80,10 +80,12 @@ def prepared(
     profile: DeviceProfile = "cuda",
     teacher: UnitPlan | None = None,
     trace: Trace | None = None,
+    states: States | None = None,
 ) -> PreparedSimulation:
     """Return what :func:`foresee` takes; only the ranks that share a copy, the optimizer and whether
-    there is an average matter of mesh and recipe, and which parameters have a gradient of the trace."""
-    return prepare(units, mesh, recipe, device=DEVICES[profile], teacher=teacher, trace=trace)
+    there is an average matter of mesh and recipe, and which parameters have a gradient of the trace.
+    ``states`` are the rank's if they are known."""
+    return prepare(units, mesh, recipe, device=DEVICES[profile], teacher=teacher, trace=trace, states=states)
 
 
 def foresee(

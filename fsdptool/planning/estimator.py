@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdptool.layout.sites import experts_of
-from fsdptool.memory.simulation.collectives import ShardedParameter, stored_dtype
+from fsdptool.memory.simulation.collectives import DEVICES, ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
+from fsdptool.memory.simulation.off_step import States, least_bytes, rank_states
+from fsdptool.memory.simulation.simulate import hold_units, without_gradient
 from fsdptool.modeling.compilation import decide_compilation
 from fsdptool.modeling.fused_loss import decide_fused_loss
 from fsdptool.modeling.objective import objective_for
@@ -42,7 +44,7 @@ from fsdptool.planning.step_time import (
 )
 from fsdptool.planning.tensor_time import model_flops, summed_seconds
 from fsdptool.planning.throughput_range import division_of
-from fsdptool.planning.verdict import check_fit
+from fsdptool.planning.verdict import check_fit, outside_allocator
 from fsdptool.records.advice import GatheredUnit
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster, DeviceProfile, Gpu, Machine
@@ -116,6 +118,9 @@ class Estimator:
     _flops: dict[int, float] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
     _ranks: dict[Any, RankState] = field(default_factory=dict)
+    _states: dict[Any, States] = field(default_factory=dict)
+    _idle: dict[str, frozenset[str]] = field(default_factory=dict)
+    _decisions: dict[Any, Any] = field(default_factory=dict)
     _stage: VirtualStage | None = None
     _reserved: ReservedPeaks = field(init=False)
     _mixture: bool = field(init=False)
@@ -293,6 +298,8 @@ class Estimator:
             _costs={},
             _flops={},
             _ranks={},
+            _states={},
+            _idle={},
             _stage=stage,
         )
 
@@ -345,9 +352,24 @@ class Estimator:
     def _at(self, point: SearchPoint, cluster: Cluster) -> tuple[ResolvedRun, Compilation, FusedLoss]:
         """Return the run at a point, and two decisions in it: whether blocks are compiled, and whether the
         head computes the loss."""
-        run, compilation = decide_compilation(self.anatomy, at_point(self.run, point, cluster))
-        run, fused_loss = decide_fused_loss(self._as_trained(), run)
-        return run, compilation, fused_loss
+        run = at_point(self.run, point, cluster)
+        sharding, mesh, on_cpu = run.sharding, run.mesh, run.settings.use_cpu
+        # What both read of a point: each takes milliseconds of a large model.
+        wrapping = (sharding.wrap_policy, sharding.wrap_classes, sharding.recomputes)
+        compiling = ("compiled", *wrapping, mesh.tp > 1, mesh.cp > 1, on_cpu)
+        fusing = ("fused", run.recipe.batch, sharding.compute_dtype, mesh.tp > 1, mesh.cp, on_cpu)
+        if compiling not in self._decisions:
+            self._decisions[compiling] = decide_compilation(self.anatomy, run)[1]
+        compilation: Compilation = self._decisions[compiling]
+        if fusing not in self._decisions:
+            self._decisions[fusing] = decide_fused_loss(self._as_trained(), run)[1]
+        fused_loss: FusedLoss = self._decisions[fusing]
+        recipe = replace(
+            run.recipe,
+            sharding=replace(run.recipe.sharding, compile=compilation.compiled),
+            objective=replace(run.recipe.objective, fused=fused_loss.fused),
+        )
+        return replace(run, recipe=recipe), compilation, fused_loss
 
     def _trace(self, run: ResolvedRun) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""
@@ -365,39 +387,69 @@ class Estimator:
             self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]
 
+    def least_bytes(self, point: SearchPoint, cluster: Cluster, machine: Machine) -> int | None:
+        """Return the bytes that the driver reports at least at a point; None before anything was traced.
+
+        Nothing is traced: which parameters have a gradient is the same at every point.
+        """
+        if not any(trace.known for trace in self._traces.values()):
+            return None
+        run = self._at(point, cluster)[0]
+        key = next(key for key, trace in self._traces.items() if trace.known)
+        units = self._grouped_units(point, run)
+        idle = self._without_gradient(units, key)
+        rank = hold_units(units, run.mesh, DEVICES[self.profile])
+        states = self._states_of(point, run, units, idle)
+        return least_bytes(rank, states, idle) + sum(outside_allocator(point, cluster, machine))
+
     def _rank(self, point: SearchPoint, run: ResolvedRun) -> RankState:
         """Return what a rank stores and moves: once for all points that differ in their batch only."""
         from fsdptool.memory import prepared
 
-        grouped = (
-            point.layout,
-            point.wrap_policy,
-            point.wrap_classes,
-            point.tp,
-            point.ep,
-            point.sequence_parallel,
-            point.checkpointing,
-            point.reshard_after_forward,
-            type(point.reshard_after_forward),
-            point.cpu_offload,
-            point.prefetch,
-            point.reduce_dtype,
-        )
-        key = (*grouped, run.mesh.shard_degree, point.optimizer_implementation)
+        key = (*_grouping(point), run.mesh.shard_degree, point.optimizer_implementation)
         if key not in self._ranks:
-            if grouped not in self._units:
-                self._units[grouped] = self._plan_units(run)
+            units = self._grouped_units(point, run)
+            traced, trace = self._trace(run)
+            states = None
+            if trace.known and self._stage is None:
+                states = self._states_of(point, run, units, self._without_gradient(units, traced))
             memory = prepared(
-                self._units[grouped],
+                units,
                 run.mesh,
                 run.recipe,
                 profile=self.profile,
                 teacher=self._teacher_units(run),
-                trace=self._trace(run)[1],
+                trace=trace,
+                states=states,
             )
             teacher = measure_traffic(memory.teacher) if memory.teacher is not None else None
             self._ranks[key] = RankState(memory, measure_traffic(memory.rank), teacher)
         return self._ranks[key]
+
+    def _states_of(
+        self, point: SearchPoint, run: ResolvedRun, units: UnitPlan, idle: frozenset[str]
+    ) -> States:
+        """Return what a rank keeps between steps: once for all points that shard alike."""
+        layout = (point.layout, point.wrap_policy, point.wrap_classes, point.cpu_offload, point.reduce_dtype)
+        divided = (point.tp, point.ep, point.sequence_parallel, run.mesh.shard_degree)
+        key = (*layout, *divided, point.optimizer_implementation, idle)
+        if key not in self._states:
+            rank = hold_units(units, run.mesh, DEVICES[self.profile])
+            cuda = rank.device.host_apart
+            self._states[key] = rank_states(rank, run.recipe, cuda=cuda, without_gradient=idle)
+        return self._states[key]
+
+    def _without_gradient(self, units: UnitPlan, key: str) -> frozenset[str]:
+        """Return the trainable parameters that no gradient reaches, by the trace of a key."""
+        if key not in self._idle:
+            self._idle[key] = without_gradient(units, self._traces[key])
+        return self._idle[key]
+
+    def _grouped_units(self, point: SearchPoint, run: ResolvedRun) -> UnitPlan:
+        grouped = _grouping(point)
+        if grouped not in self._units:
+            self._units[grouped] = self._plan_units(run)
+        return self._units[grouped]
 
     def _plan_units(self, run: ResolvedRun) -> UnitPlan:
         from fsdptool.modeling.units import plan_units
@@ -430,3 +482,21 @@ class Estimator:
 
             self._teacher = inspect(resolve_choice(choice))
         return self._teacher
+
+
+def _grouping(point: SearchPoint) -> tuple[Any, ...]:
+    """Return what the units of a point depend on."""
+    return (
+        point.layout,
+        point.wrap_policy,
+        point.wrap_classes,
+        point.tp,
+        point.ep,
+        point.sequence_parallel,
+        point.checkpointing,
+        point.reshard_after_forward,
+        type(point.reshard_after_forward),
+        point.cpu_offload,
+        point.prefetch,
+        point.reduce_dtype,
+    )

@@ -59,7 +59,7 @@ def _fits(candidate: Candidate) -> bool:
 def _rank(candidate: Candidate, prefer: str) -> tuple[bool, float]:
     if _fits(candidate):
         return True, merit(candidate, prefer)
-    return False, candidate.slack_bytes or 0.0
+    return False, candidate.slack_bytes if candidate.slack_bytes is not None else float("-inf")
 
 
 def _groups(point: SearchPoint, cluster: Cluster) -> tuple[MeshGroup, ...]:

@@ -17,6 +17,7 @@ from fsdptool.modeling.resolve import on_ranks, resolve_run
 from fsdptool.planning.advice import advise, advise_lengths
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
+from fsdptool.planning.bounds import is_bounded
 from fsdptool.planning.choice import SearchResult
 from fsdptool.planning.clusters import describe
 from fsdptool.planning.estimator import Estimator
@@ -151,8 +152,10 @@ def _certain(plan: Plan) -> Verdict:
     bound = bound_of(limits)
     if verdict == "does_not_fit" and all(limit.side == "more" or limit.passing for limit in limits):
         # Whatever passes: no configuration has room for what is kept between steps.
-        kept = (sum(item.bytes or 0 for item in c.components if item.name in _KEPT) for c in plan.candidates)
-        if all(size > (c.usable_bytes or size) for size, c in zip(kept, plan.candidates, strict=True)):
+        # What was not simulated shards its states as something that was, or needs more for them alone.
+        simulated = [c for c in plan.candidates if not is_bounded(c)]
+        kept = (sum(item.bytes or 0 for item in c.components if item.name in _KEPT) for c in simulated)
+        if all(size > (c.usable_bytes or size) for size, c in zip(kept, simulated, strict=True)):
             return verdict
     certain = {"exact": True, "upper": verdict == "fits", "lower": verdict == "does_not_fit", "open": False}
     return verdict if certain[bound] else "unknown"
@@ -303,7 +306,8 @@ def _conclude(
     steps: tuple[Suggestion, ...] = ()
     verdict = "fits"
     if chosen is None:
-        unknown = any(c.device_total_bytes is None and not is_refused(c) for c in result.candidates)
+        evaluated = [c for c in result.candidates if not is_refused(c) and not is_bounded(c)]
+        unknown = any(c.device_total_bytes is None for c in evaluated)
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
     elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.

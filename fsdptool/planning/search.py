@@ -10,6 +10,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.layout.sites import experts_of
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.assembly import refused
+from fsdptool.planning.bounds import Bounds
 from fsdptool.planning.checkpointing import optimal_candidates
 from fsdptool.planning.choice import SearchResult, choose, merit, roomy
 from fsdptool.planning.estimator import Estimator
@@ -35,6 +36,7 @@ def run_search(
     requested: Sequence[SearchPoint],
     *,
     progress: Progress | None = None,
+    bounded: bool = True,
 ) -> SearchResult:
     """Evaluate the requested configuration and, if a search is requested, every one around it.
 
@@ -43,21 +45,24 @@ def run_search(
         inputs: The canonical inputs.
         requested: The search point of the requested configuration on each cluster.
         progress: Called with a line of progress from time to time.
+        bounded: Whether configurations that cannot fit are left out before they are simulated.
     """
     candidates: list[Candidate] = []
     requested_ids: list[str] = []
+    # A policy is made for what would be the fastest, whether it fits or not.
+    bounds = Bounds(estimator, inputs, active=bounded and not inputs.optimal_checkpointing)
     replays: _Replays = {}
     for point in requested:
         name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
         before = len(candidates)
-        own = _evaluate(estimator, inputs, point, (name, before), progress=progress)
+        own = _evaluate(bounds, inputs, point, (name, before), progress=progress)
         if inputs.search != "none":
-            divided = _divide(estimator, inputs, point, own, before + len(own), progress)
+            divided = _divide(bounds, inputs, point, own, before + len(own), progress)
             if not divided:
                 # A replay may take away the reason not to divide: the best estimate does not fit after all.
                 _settle(estimator, inputs, own, [name], replays)
-                divided = _divide(estimator, inputs, point, own, before + len(own), progress)
+                divided = _divide(bounds, inputs, point, own, before + len(own), progress)
             own += divided
         candidates += own
     if inputs.optimal_checkpointing:
@@ -70,6 +75,13 @@ def run_search(
         settled = {candidate.id: candidate for candidate in own}
         candidates = [settled.get(candidate.id, candidate) for candidate in candidates]
     among = {name for name in best if name is not None}
+    if not among:
+        # What is said of the lack of memory, and of what would help, is said of the leanest.
+        resident = [c for c in candidates if not c.settings.cpu_offload]
+        for part in (resident, candidates):
+            bounds.find_leanest(part)
+            simulated = {c.id: c for c in part}
+            candidates = [simulated.get(c.id, c) for c in candidates]
     result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
     return replace(result, best=tuple(best))
 
@@ -79,7 +91,7 @@ _PROGRESS_SECONDS = 0.5
 
 
 def _evaluate(
-    estimator: Estimator,
+    bounds: Bounds,
     inputs: PlanInputs,
     point: SearchPoint,
     names: tuple[str, int],
@@ -91,7 +103,7 @@ def _evaluate(
     """Evaluate the configurations around a point.
 
     Args:
-        estimator: Evaluates one configuration.
+        bounds: Evaluates one configuration.
         inputs: The canonical inputs.
         point: The requested configuration of a cluster.
         names: What the point is called (empty: numbered like the others), and how many candidates there are
@@ -100,7 +112,8 @@ def _evaluate(
         without: Checkpointing policies to leave out.
         progress: Called with a line of progress from time to time.
     """
-    cluster, machine = inputs.clusters[point.cluster], inputs.machines[point.cluster]
+    estimator, cluster = bounds.estimator, inputs.clusters[point.cluster]
+    machine = inputs.machines[point.cluster]
     space = [point]
     if inputs.search != "none":
         around = enumerate_space(
@@ -122,24 +135,33 @@ def _evaluate(
     name, before = names
     failed: set[tuple[int, int]] = set()
     countdown, told = Countdown(len(space)), time.monotonic()
-    candidates: list[Candidate] = []
-    for number, option in enumerate(space):
+    found: dict[int, Candidate] = {}
+    # The requested one comes first, whatever it needs: others are bounded by what its trace shows.
+    order = [place for place in range(len(space)) if name and space[place] == point]
+    order += [place for place in bounds.order(space) if place not in order]
+    for number, place in enumerate(order):
+        option = space[place]
         if (option.cp, option.tp) in failed:
             continue
-        count = before + len(candidates)
-        label = name if name and option == point else f"c{count:04d}"
         if progress is not None and time.monotonic() - told >= _PROGRESS_SECONDS:
             told = time.monotonic()
             left = left_text(countdown.left(number))
             progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
         try:
-            candidates.append(estimator.candidate(label, option, cluster, machine, detail=label == name))
+            if name and option == point:
+                found[place] = estimator.candidate(name, option, cluster, machine)
+            else:
+                found[place] = bounds.candidate(option)
         except ConfigError:
             # Sequences that cannot be split are not candidates; a request to split them is an error.
             if (option.cp, option.tp) == (point.cp, point.tp):
                 raise
             failed.add((option.cp, option.tp))
-    return candidates
+    ordered = [found[place] for place in sorted(found)]
+    return [
+        replace(candidate, id=name if name and candidate.settings == point else f"c{before + count:04d}")
+        for count, candidate in enumerate(ordered)
+    ]
 
 
 EXPOSED = 0.1
@@ -160,7 +182,7 @@ def _calls_for_dividing(candidates: Sequence[Candidate], inputs: PlanInputs) -> 
 
 
 def _divide(
-    estimator: Estimator,
+    bounds: Bounds,
     inputs: PlanInputs,
     point: SearchPoint,
     whole: Sequence[Candidate],
@@ -170,14 +192,14 @@ def _divide(
     """Evaluate groups that share out experts and then, if that is not enough, groups that divide layers.
 
     Args:
-        estimator: Evaluates one configuration.
+        bounds: Evaluates one configuration.
         inputs: The canonical inputs.
         point: The requested configuration of a cluster.
         whole: What was evaluated around it.
         before: How many candidates there are already.
         progress: Called with a line of progress from time to time.
     """
-    cluster = inputs.clusters[point.cluster]
+    estimator, cluster = bounds.estimator, inputs.clusters[point.cluster]
     added: list[Candidate] = []
     count = experts_of(estimator.anatomy.parameters)
     best: tuple[bool, float] | None = None
@@ -185,7 +207,8 @@ def _divide(
     if _promise(whole, inputs)[0]:
         # CPU offload is for lack of memory, and experts of other ranks leave more of it.
         around = replace(inputs, fixed=(*inputs.fixed, "cpu_offload"))
-    for size in expert_sizes(point, cluster, inputs.fixed, count):
+    sizes = expert_sizes(point, cluster, inputs.fixed, count)
+    for size in sizes:
         if not _calls_for_dividing([*whole, *added], inputs):
             break
         divided = _with_experts(point, size, inputs.fixed)
@@ -196,9 +219,14 @@ def _divide(
             continue
         names = "", before + len(added)
         outgrown = _outgrown(whole, around)
-        found = _evaluate(estimator, around, divided, names, without=outgrown, progress=progress)
+        found = _evaluate(bounds, around, divided, names, without=outgrown, progress=progress)
         added += found
         promise = _promise(found, inputs)
+        if not promise[0] and len(sizes) > 1:
+            # Of groups that do not fit, how much more the leanest needs says whether a larger one may.
+            bounds.find_leanest(found)
+            added[len(added) - len(found) :] = found
+            promise = _promise(found, inputs)
         if best is not None and promise <= best:
             break  # a larger group sends more tokens between nodes, for gathers that hardly shrink any more
         best = promise
@@ -220,7 +248,7 @@ def _divide(
     for sequence, sizes in divisible.items():
         names = "", before + len(added)
         start = replace(point, sequence_parallel=sequence)
-        added += _evaluate(estimator, inputs, start, names, sizes, progress=progress)
+        added += _evaluate(bounds, inputs, start, names, sizes, progress=progress)
     return added
 
 

@@ -49,13 +49,7 @@ class FitCheck:
 
 def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machine: Machine) -> FitCheck:
     """Return whether one rank of the configuration fits one GPU (CPU: its share of the host)."""
-    # Memory the allocator never sees; one GPU needs no communicator.
-    context = communicators = 0
-    if cluster.gpu is not None:
-        context = machine.context_bytes
-        if cluster.world_size > 1:
-            further = process_groups(point) - 1
-            communicators = machine.communicator_bytes + further * machine.further_communicator_bytes
+    context, communicators = outside_allocator(point, cluster, machine)
     host = max(
         (p.host_bytes_per_rank * cluster.gpus_per_node + p.host_bytes_rank_0 for p in footprint.phases),
         default=footprint.host_bytes_per_rank * cluster.gpus_per_node,
@@ -82,6 +76,16 @@ def check_fit(footprint: Footprint, point: SearchPoint, cluster: Cluster, machin
     slack = usable - total if usable is not None and total is not None else None
     rejection = _rejection(total, usable, host, cluster)
     return FitCheck(total, usable, slack, host, components, rejection)
+
+
+def outside_allocator(point: SearchPoint, cluster: Cluster, machine: Machine) -> tuple[int, int]:
+    """Return the bytes that the allocator never sees: of the context and of communicators."""
+    if cluster.gpu is None:
+        return 0, 0
+    if cluster.world_size == 1:
+        return machine.context_bytes, 0  # one GPU needs no communicator
+    further = process_groups(point) - 1
+    return machine.context_bytes, machine.communicator_bytes + further * machine.further_communicator_bytes
 
 
 def least_device_bytes(candidate: Candidate) -> int | None:

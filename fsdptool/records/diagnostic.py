@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import metadata
 from typing import Any, Generic, Literal, TypeVar
 
@@ -232,13 +233,19 @@ def tool_version() -> str:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries an answer depends on; reads metadata, imports nothing."""
-    versions = {}
+    return dict(_library_versions())
+
+
+@cache
+def _library_versions() -> tuple[tuple[str, str], ...]:
+    # Once for each process, which imports a library once, too: the keys of a search ask hundreds of times.
+    versions = []
     for name in _LIBRARIES:
         try:
-            versions[name] = metadata.version(name)
+            versions.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return tuple(versions)
 
 
 def digest(value: Any) -> str:

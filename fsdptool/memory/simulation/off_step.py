@@ -113,6 +113,24 @@ def rank_states(rank: Rank, recipe: Recipe, *, cuda: bool, without_gradient: Col
     return States(device, host, update if update.sizes else None, saved, copied)
 
 
+def least_bytes(rank: Rank, states: States, idle: Collection[str]) -> int:
+    """Return the device bytes that a rank's allocator holds at least at the peak of a step.
+
+    Args:
+        rank: Its units.
+        states: What it keeps between steps.
+        idle: Trainable parameters that no gradient reaches: their units may never be gathered.
+    """
+    gathered = 0
+    for share in rank.shares:
+        used = any(p.trainable and p.fqn not in idle for p in share.unit.parameters)
+        if not used or share.reshard is True:
+            continue
+        stays = share.buffers.whole if share.reshard is False else share.buffers.smaller
+        gathered += stays.total if stays is not None else 0
+    return sum(block.total for block in states.device) + gathered
+
+
 def trained_shards(rank: Rank) -> tuple[TrainedTensor, ...]:
     """Return the sharded parameters that a rank's optimizer updates."""
     # Units of one signature share their weights.

@@ -67,6 +67,7 @@ def prepare(
     device: MemoryDevice,
     teacher: UnitPlan | None = None,
     trace: Trace | None = None,
+    states: States | None = None,
 ) -> PreparedSimulation:
     """Work out everything that depends on units, ranks and optimizer alone.
 
@@ -77,21 +78,24 @@ def prepare(
         device: Whose memory is counted.
         trace: Tells which trainable parameters no gradient reaches (a vision tower in training on text);
             None assumes that one reaches all.
+        states: What the rank keeps between steps, if it is known; None works it out.
     """
-
-    def cut_plan(plan: UnitPlan) -> Rank:
-        # Where the host is the device, nothing moves: ``.to("cpu")`` returns the tensor itself.
-        moves = plan.cpu_offload and device.host_apart
-        return cut(replace(plan, cpu_offload=moves), mesh.shard_degree, device)
-
-    rank = cut_plan(units)
-    teacher_rank = cut_plan(teacher) if teacher is not None else None
-    idle = _without_gradient(units, trace) if trace is not None and trace.known else ()
-    states = rank_states(rank, recipe, cuda=device.host_apart, without_gradient=idle)
+    rank = hold_units(units, mesh, device)
+    teacher_rank = hold_units(teacher, mesh, device) if teacher is not None else None
+    if states is None:
+        idle = without_gradient(units, trace) if trace is not None and trace.known else ()
+        states = rank_states(rank, recipe, cuda=device.host_apart, without_gradient=idle)
     return PreparedSimulation(rank, states, teacher_rank)
 
 
-def _without_gradient(units: UnitPlan, trace: Trace) -> frozenset[str]:
+def hold_units(units: UnitPlan, mesh: ParallelDims, device: MemoryDevice) -> Rank:
+    """Return what one rank holds of a plan. Where the host is the device, offloading moves nothing:
+    ``.to("cpu")`` returns the tensor itself."""
+    moves = units.cpu_offload and device.host_apart
+    return cut(replace(units, cpu_offload=moves), mesh.shard_degree, device)
+
+
+def without_gradient(units: UnitPlan, trace: Trace) -> frozenset[str]:
     """Return the trainable parameters that have no gradient in the trace."""
     parameters = chain(units.ignored, *(unit.parameters for unit in units.units))
     return frozenset(
