@@ -28,16 +28,43 @@ _SAME_SHAPES = {
     "deepseek-r1-distill-llama-8b": "llama-3.1-8b", "deepseek-r1-distill-llama-70b": "llama-3.3-70b",
     "deepseek-r1-distill-qwen7b": "qwen2.5-7b", "deepseek-r1-distill-qwen14b": "qwen2.5-14b",
     "deepseek-r1-distill-qwen32b": "qwen2.5-32b",
-    "tinyllama-v1.1": "tinyllama-1.1b", "stable-diffusion-v1-4": "stable-diffusion-v1-5",
+    "tinyllama-v1.1": "tinyllama-1.1b-v1.0", "stable-diffusion-v1-4": "stable-diffusion-v1-5",
+    "deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3",
+    "deepseek-coder-v2-lite": "deepseek-v2-lite",
+    "phi-3-mini-128k": "phi-3-mini-4k", "phi-3-medium-128k": "phi-3-medium-4k", "bloomz": "bloom",
+    "yi-1.5-6b": "yi-6b", "yi-1.5-34b": "yi-34b", "deepseek-math-7b": "deepseek-llm-7b",
+    "deepseek-coder-7b-v1.5": "deepseek-llm-7b", "vicuna-33b-v1.3": "llama-30b",
+    "open-llama-3b-v2": "open-llama-3b", "llama-guard-3-8b": "llama-3.1-8b",
+    "llama-3.1-nemotron-nano-8b": "llama-3.1-8b",
+    "granite-3.3-2b": "granite-3.1-2b", "granite-3.2-2b": "granite-3.1-2b",
+    "granite-3.1-8b": "granite-3.3-8b", "granite-3.2-8b": "granite-3.3-8b", "aya-expanse-8b": "aya-23-8b",
+    "mistral-small-3.1-24b": "mistral-small-3.2-24b", "devstral-small": "mistral-small-24b",
+    "chroma1": "chroma1-hd", "chroma1-hd-hd": "chroma1-hd", "chroma1-hd-flash": "chroma1-hd",
+    "z-image": "z-image-turbo", "z-image-turbo-turbo": "z-image-turbo",
+    "sdxl-turbo": "sdxl-1.0", "realvisxl-v5.0": "sdxl-1.0",
+    "dreamshaper-8": "stable-diffusion-v1-5", "hunyuanvideo-1.5-480p-t2v": "hunyuanvideo-1.5-720p-t2v",
 }  # fmt: skip
-"""Names of models whose shapes are those of another one."""
+"""Names of models whose shapes are those of another one, applied in this order."""
+_OTHER_UPLOADS = {
+    "tencent/hunyuanvideo-1.5": "hunyuanvideo-1.5:8b",
+    "terminusresearch/sana-1.6b-1024px": "sana:1.6b",
+    "black-forest-labs/flux.2-klein-base-4b": "flux.2:klein-4b",
+    "nvidia/cosmos-predict2-2b": "cosmos:predict2-2b-text2image",
+}
+"""Hub ids whose names are not those of the size that they hold."""
 _OTHER_SHAPES = frozenset([
     "vl", "omni", "audio", "vision", "eagle", "eagle3", "medusa", "draft", "pruned", "minitron", "embedding",
-    "reranker", "lora", "moe", "distill", "merge", "upscaled", "depth", "tiny",
+    "reranker", "lora", "moe", "distill", "merge", "upscaled", "depth", "llava", "onevision", "vlm", "ocr",
+    "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet",
 ])  # fmt: skip
 """Parts of a name that stand for other shapes than those of the name around them."""
+_SIZE = re.compile(
+    r"(?!1m$)a?\d+(?:\.\d+)?[bm]|\d+x\d+(?:\.\d+)?b|tiny|nano|mini|small|medium|large|x+l|huge|giant|lite"
+)
+"""A part of a name that is a size (a context of a million tokens, ``1m``, is not)."""
 
-
+_COMPONENTS = (("transformer", "unet", "prior"), (None,))
+"""Components of pipelines by rank: of several of one pipeline the denoiser is the model that is trained."""
 STORED_IN_FP32 = frozenset([
     "gpt2", "distilgpt2", "bert", "roberta", "xlm-roberta", "distilbert", "albert", "t5", "flan-t5", "bart",
     "vit", "dinov2", "clip", "pegasus", "sd1.5",
@@ -55,19 +82,18 @@ def family_of_name(name: str) -> tuple[str | None, str | None]:
         The reference, or None where the catalogue has no such size; and a note where the name is not the
         catalogue's, or None.
     """
-    known = _known()
-    exact = known.get(_plain(name))
-    if exact is not None and exact[1].lower() == name.lower():
-        return exact[0], None
+    exact = _published().get(name.lower()) or _OTHER_UPLOADS.get(name.lower())
+    if exact is not None:
+        return exact, None
     parts = _parts(name)
     best: tuple[str, str] | None = None
     length = 0
-    for key, found in known.items():
+    for key, found in _known().items():
         wanted = key.split("-")
-        if len(wanted) <= length or (len(wanted) < 2 and wanted != parts):
+        if len(wanted) <= length or (len(wanted) < 2 and wanted != parts) or not _contains(parts, wanted):
             continue
-        at = _place(wanted, parts)
-        if at is not None and not _OTHER_SHAPES & ({*parts} - {*wanted}):
+        others = {*parts} - {*wanted}
+        if not _OTHER_SHAPES & others and not any(_SIZE.fullmatch(part) for part in others):
             best, length = found, len(wanted)
     if best is None:
         return None, None
@@ -100,23 +126,46 @@ def hub_id_of(family: str) -> str | None:
     return flavour.hub_id if flavour is not None else None
 
 
+def family_of_builder(name: str) -> str | None:
+    """Return the size of the catalogue whose reference has the letters and digits of a name, or None.
+
+    Programs that build models by functions name them after the size: ``llama3_2_3b`` is ``llama3.2:3b``.
+    """
+    return _references().get(_letters(name))
+
+
+@cache
+def _references() -> dict[str, str]:
+    families = load_registry().all()
+    known = [f"{family.name}:{size}" for family in families for size in family.flavours()]
+    return {_letters(reference): reference for reference in known}
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", name.lower())
+
+
+@cache
+def _published() -> dict[str, str]:
+    """Return the catalogue by the exact names that its sizes were published under."""
+    found: dict[str, str] = {}
+    for components in _COMPONENTS:
+        for family in load_registry().all():
+            for flavour in family.flavours().values():
+                if flavour.hub_id and flavour.component in components:
+                    found.setdefault(flavour.hub_id.lower(), f"{family.name}:{flavour.name}")
+    return found
+
+
 @cache
 def _known() -> dict[str, tuple[str, str]]:
     """Return the catalogue by plain names: the reference, and the hub id it was published under."""
     found: dict[str, tuple[str, str]] = {}
-    # Of several components of one pipeline the denoiser is the model that is trained.
-    for components in (("transformer", "unet"), (None,)):
-        for family in load_registry().all():
-            for flavour in family.flavours().values():
-                if flavour.hub_id and flavour.component in components:
-                    found.setdefault(
-                        _plain(flavour.hub_id), (f"{family.name}:{flavour.name}", flavour.hub_id)
-                    )
+    for hub_id, reference in _published().items():
+        family, _, size = reference.partition(":")
+        published = load_registry().get(family).flavours()[size].hub_id or hub_id
+        found.setdefault("-".join(_parts(published)), (reference, published))
     return found
-
-
-def _plain(name: str) -> str:
-    return "-".join(_parts(name))
 
 
 def _parts(name: str) -> list[str]:
@@ -134,6 +183,15 @@ def _parts(name: str) -> list[str]:
     return plain.split("-")
 
 
-def _place(wanted: list[str], parts: list[str]) -> int | None:
-    size = len(wanted)
-    return next((at for at in range(len(parts) - size + 1) if parts[at : at + size] == wanted), None)
+def _contains(parts: list[str], wanted: list[str]) -> bool:
+    """Return whether a name has the wanted parts in one piece.
+
+    The name of a fine-tune may stand before the size: ``llama-3.1-nemotron-70b`` contains ``llama-3.1-70b``.
+    """
+    head = wanted[:-1]
+    own = 2 if len(head) > 1 else 0
+    for at in range(len(parts) - len(head)):
+        after = at + len(head)
+        if parts[at:after] == head and wanted[-1] in parts[after : after + own + 1]:
+            return True
+    return False

@@ -140,6 +140,24 @@ def test_an_interpolation_within_the_file_is_followed() -> None:
     assert (run.micro_batch, run.family, run.cpu_offload) == (3, "llama3.1:8b", True)
 
 
+def test_the_policy_of_ppo_is_the_model_of_the_run() -> None:
+    text = (
+        "tokenizer: {max_seq_len: 512}\npolicy_model: {_component_: torchtune.models.mistral.mistral_7b}\n"
+        "reward_and_value_model: {_component_: torchtune.models.mistral.mistral_classifier}\ndtype: bf16\n"
+        "batch_size: 64\nppo_batch_size: 32\ngradient_accumulation_steps: 4\nmax_generated_tokens: 58\n"
+        "optimizer: {_component_: torch.optim.AdamW}\nloss: {_component_: torchtune.rlhf.loss.PPOLoss}\n"
+    )
+    run = described(text)
+    assert (run.objective, run.family, run.micro_batch, run.sequence_length) == (
+        "ppo",
+        "mistral:7b-v0.1",
+        8,
+        570,
+    )
+    more = {item.key for item in run.keys.not_modelled if item.side == "more"}
+    assert more == {"reward_and_value_model._component_"}
+
+
 def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:
     with pytest.raises(ConfigError, match="axolotl and llamafactory"):
         describe_run(SourceText(f"{AXOLOTL}stage: sft\nmodel_name_or_path: a/b\nfinetuning_type: lora\n"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdptool.families.registry import load_registry
-from fsdptool.source.known_models import family_of_name, layer_classes_of
+from fsdptool.source.known_models import family_of_builder, family_of_name, layer_classes_of
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,17 @@ from fsdptool.source.known_models import family_of_name, layer_classes_of
         ("lmsys/vicuna-7b-v1.5", "llama2:7b"),
         ("google/gemma-2-27b-it", "gemma2:27b"),
         ("mistralai/Magistral-Small-2509", "mistral3:small-3.2-24b"),
+        ("FlagAlpha/Llama3-Chinese-8B-Instruct", "llama3:8b"),
+        ("nvidia/Llama-3.1-Nemotron-70B-Instruct-HF", "llama3.1:70b"),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama:11b-vision-instruct"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3:671b"),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", "qwen3:8b"),
+        ("deepseek-ai/deepseek-coder-6.7b-instruct", "deepseek-llm:coder-6.7b"),
+        ("openai/whisper-large-v3-turbo", "whisper:large-v3-turbo"),
+        ("Qwen/Qwen2.5-7B-Instruct-1M", "qwen2.5:7b"),
+        ("stabilityai/stable-cascade-prior", "stable-cascade:stage-c"),
+        ("tencent/HunyuanVideo-1.5", "hunyuanvideo-1.5:8b"),
+        ("lodestones/Chroma1-Base", "chroma:1-hd"),
     ],
 )
 def test_a_name_stands_for_a_size(name: str, family: str) -> None:
@@ -48,12 +59,32 @@ def test_a_name_stands_for_a_size(name: str, family: str) -> None:
         "mistralai/Mistral-7B-v0.9",
         "./qwen",
         "org/Qwen2.5-7B-eagle3",
+        "google/flan-t5-xxxl",
+        "google/electra-small-discriminator",
+        "org/Qwen3-8B-draft-0.5B",
+        "Qwen/Qwen3.5-397B-A17B",
+        "llava-hf/llava-v1.6-mistral-7b-hf",
+        "tiiuae/Falcon3-Mamba-7B-Base",
+        "nvidia/Llama-3.1-Nemotron-Nano-4B",
         "org/my-gpt2-large-clone-of-something-vision",
         "",
     ],
 )
 def test_other_shapes_are_not_guessed(name: str) -> None:
     assert family_of_name(name)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("builder", "family"),
+    [
+        ("llama3_2_3b", "llama3.2:3b"),
+        ("qwen2_5_14b", "qwen2.5:14b"),
+        ("gemma2_27b", "gemma2:27b"),
+        ("", None),
+    ],
+)
+def test_a_builder_is_named_after_its_size(builder: str, family: str | None) -> None:
+    assert family_of_builder(builder) == family
 
 
 def test_every_published_id_of_a_language_model_is_known_without_a_note() -> None:

@@ -127,7 +127,7 @@ def _extra(text: str) -> Iterable[tuple[str, Any]]:
 
 
 def _model(read: RunReader) -> str | None:
-    family = (read.text("model_family") or "").lower()
+    family = (read.text("model_family") or "").lower().replace("z-image", "z_image")
     flavour = read.text("model_flavour", "model_flavor")
     named = read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path")
     read.use("pretrained_model_name_or_path")

@@ -84,6 +84,9 @@ KEYS = RunKeys(
 MODELS: dict[str, dict[str, str]] = {
     "ace_step": {
         "base": "ACE-Step/ACE-Step-v1-3.5B",
+        "v15-base": "ACE-Step/Ace-Step1.5",
+        "v15-sft": "ACE-Step/Ace-Step1.5",
+        "v15-turbo": "ACE-Step/Ace-Step1.5",
     },
     "auraflow": {
         "v0.3": "fal/AuraFlow-v0.3",
@@ -93,10 +96,18 @@ MODELS: dict[str, dict[str, str]] = {
     "chroma": {
         "base": "lodestones/Chroma1-Base",
         "hd": "lodestones/Chroma1-HD",
+        "flash": "lodestones/Chroma1-Flash",
     },
     "cosmos2image": {
         "2b": "nvidia/Cosmos-Predict2-2B-Text2Image",
         "14b": "nvidia/Cosmos-Predict2-14B-Text2Image",
+    },
+    "cosmos3": {
+        "edge": "nvidia/Cosmos3-Edge",
+        "nano": "nvidia/Cosmos3-Nano",
+        "super": "nvidia/Cosmos3-Super",
+        "super-i2v": "nvidia/Cosmos3-Super-Image2Video",
+        "super-t2i": "nvidia/Cosmos3-Super-Text2Image",
     },
     "deepfloyd": {
         "i-medium-400m": "DeepFloyd/IF-I-M-v1.0",
@@ -111,18 +122,33 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "flux2": {
         "dev": "black-forest-labs/FLUX.2-dev",
+        "klein-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+        "klein-9b": "black-forest-labs/FLUX.2-klein-base-9B",
     },
     "hidream": {
         "full": "HiDream-ai/HiDream-I1-Full",
         "dev": "HiDream-ai/HiDream-I1-Dev",
         "fast": "HiDream-ai/HiDream-I1-Fast",
     },
+    "hunyuanvideo": {
+        "t2v-480p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "t2v-720p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    },
     "kolors": {
         "1.0": "Kwai-Kolors/Kolors-diffusers",
+    },
+    "krea2": {
+        "raw": "krea/Krea-2-Raw",
+        "turbo": "krea/Krea-2-Turbo",
     },
     "ltxvideo": {
         "0.9.5": "Lightricks/LTX-Video-0.9.5",
         "0.9.0": "Lightricks/LTX-Video",
+    },
+    "ltxvideo2": {
+        "dev": "Lightricks/LTX-2",
+        "2.3-dev": "diffusers/LTX-2.3-Diffusers",
+        "2.5-dev": "Lightricks/LTX-2.5-Diffusers",
     },
     "lumina2": {
         "2.0": "Alpha-VLLM/Lumina-Image-2.0",
@@ -133,15 +159,23 @@ MODELS: dict[str, dict[str, str]] = {
     "pixart_sigma": {
         "600m-1024": "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
         "600m-512": "PixArt-alpha/PixArt-Sigma-XL-2-512-MS",
+        "600m-2048": "PixArt-alpha/PixArt-Sigma-XL-2-2K-MS",
+        "900m-1024-v0.6": "terminusresearch/pixart-900m-1024-ft-v0.6",
     },
     "qwen_image": {
         "v1.0": "Qwen/Qwen-Image",
         "edit-v1": "Qwen/Qwen-Image-Edit",
+        "v2.0": "Qwen/Qwen-Image-2512",
+        "v2.1": "Qwen/Qwen-Image-2.1",
         "edit-v2": "Qwen/Qwen-Image-Edit-2509",
+        "edit-v2+": "Qwen/Qwen-Image-Edit-2509",
+        "edit-v3": "Qwen/Qwen-Image-Edit-2511",
     },
     "sana": {
         "sana1.0-1.6b-1024": "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
         "sana1.0-600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
+        "sana1.5-1.6b-1024": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+        "sana1.5-4.8b-1024": "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
     },
     "sanavideo": {
         "2b-480p": "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
@@ -150,12 +184,18 @@ MODELS: dict[str, dict[str, str]] = {
         "1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "1.4": "CompVis/stable-diffusion-v1-4",
     },
+    "sd2x": {
+        "2.1": "stabilityai/stable-diffusion-2-1",
+    },
     "sd3": {
         "medium": "stabilityai/stable-diffusion-3.5-medium",
         "large": "stabilityai/stable-diffusion-3.5-large",
     },
     "sdxl": {
         "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
+    },
+    "stable_cascade": {
+        "stage-c": "stabilityai/stable-cascade-prior",
     },
     "wan": {
         "t2v-480p-1.3b-2.1": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -166,7 +206,7 @@ MODELS: dict[str, dict[str, str]] = {
         "vace-1.3b-2.1": "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
         "ti2v-5b-2.2": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     },
-    "z-image": {
+    "z_image": {
         "turbo": "Tongyi-MAI/Z-Image-Turbo",
     },
 }
@@ -179,17 +219,20 @@ DEFAULT_FLAVOURS = {
     "flux": "krea",
     "flux2": "dev",
     "hidream": "full",
+    "hunyuanvideo": "t2v-480p",
     "kolors": "1.0",
     "ltxvideo": "0.9.5",
     "lumina2": "2.0",
     "omnigen": "v1",
     "pixart_sigma": "900m-1024-v0.6",
     "qwen_image": "v1.0",
+    "sana": "sana1.5-4.8b-1024",
     "sanavideo": "2b-480p",
+    "stable_cascade": "stage-c",
     "sd3": "medium",
     "sdxl": "base-1.0",
     "wan": "t2v-480p-1.3b-2.1",
-    "z-image": "turbo",
+    "z_image": "turbo",
 }
 """Flavours of families, where none is named."""
 

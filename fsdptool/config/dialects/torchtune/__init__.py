@@ -66,8 +66,8 @@ class Torchtune(Dialect):
     in_place = False
 
     def matches(self, root: Node) -> float:
-        """Return 1 for a mapping whose model is one of torchtune's components."""
-        entry = root.get("model")
+        """Return 1 for a mapping whose model, or policy (PPO), is one of torchtune's components."""
+        entry = root.get("model") or root.get("policy_model")
         component = entry.node.get("_component_") if entry is not None and entry.node.kind == "map" else None
         return 1.0 if component is not None and str(component.node.value).startswith("torchtune.") else 0.0
 

@@ -12,6 +12,7 @@ from typing import Any
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.config.dialects.torchtune.run_keys import KEYS, MODELS
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.source.known_models import family_of_builder
 
 _DISTRIBUTED = (
     "fsdp_cpu_offload", "fsdp_reshard_after_forward", "custom_sharded_layers", "tensor_parallel_dim",
@@ -24,15 +25,19 @@ def describe(file: RunFile) -> DescribedRun | None:
     if "optimizer" not in file.data and file.launch.program != "tune":
         return None
     read = RunReader(file, KEYS)
-    builder = read.text("model._component_") or ""
+    model = "policy_model" if read.has("policy_model") else "model"
+    builder = read.text(f"{model}._component_") or ""
     name = builder.rpartition(".")[2]
     plain = re.sub(r"^(?:q?lora|dora)_", "", name)
     plain = re.sub(r"_(?:instruct|base)$", "", plain)
+    family = MODELS.get(plain) or family_of_builder(plain)
     quantised = name.startswith("qlora_") or read.flag("model.quantize_base")
     adapter = quantised or name.startswith(("lora_", "dora_"))
     dtype = dtype_word(read.text("dtype"))
     distributed, processes = _recipe(read, file)
-    micro, accumulation = read.whole("batch_size"), read.whole("gradient_accumulation_steps")
+    ppo = model == "policy_model"
+    accumulation = read.whole("gradient_accumulation_steps")
+    micro = _ppo_micro_batch(read, accumulation) if ppo else read.whole("batch_size")
     mesh = _mesh(read) if distributed else DescribedMesh()
     optimizer = read.text("optimizer._component_")
     recomputes = read.flag("enable_activation_checkpointing")
@@ -44,12 +49,14 @@ def describe(file: RunFile) -> DescribedRun | None:
     layers = read.names("custom_sharded_layers")
     listed = (layers,) if isinstance(layers, str) else layers or ()
     length = read.whole("tokenizer.max_seq_len")
+    if ppo and length is not None:
+        length += read.whole("max_generated_tokens") or 0
     if length is None:
         read.notes.append("tokenizer.max_seq_len is empty: samples are not cut, so the length is in the data")
     steps = read.whole("max_steps_per_epoch")
     return read.describe(
         model=builder or None,
-        family=MODELS.get(plain),
+        family=family,
         method="qlora" if quantised else "lora" if adapter else "full",
         lora_rank=read.whole("model.lora_rank") if adapter else None,
         lora_dropout=read.number("model.lora_dropout") if adapter else None,
@@ -101,6 +108,13 @@ def _recipe(read: RunReader, file: RunFile) -> tuple[bool, int | None]:
     return distributed, ranks if distributed else 1
 
 
+def _ppo_micro_batch(read: RunReader, accumulation: int | None) -> int | None:
+    """Return the sequences of one backward pass of PPO (``recipes/ppo_full_finetune_single_device.py``)."""
+    read.use("batch_size")
+    batch = read.whole("ppo_batch_size")
+    return batch // accumulation if batch is not None and accumulation else batch
+
+
 def _mesh(read: RunReader) -> DescribedMesh:
     shard, replicate = read.whole("data_parallel_shard_dim"), read.whole("data_parallel_replicate_dim")
     return DescribedMesh(
@@ -124,6 +138,8 @@ def _targets(read: RunReader) -> tuple[str, ...]:
 def _objective(read: RunReader, loss: str) -> str:
     if read.has("teacher_model"):
         return "distillation"
+    if read.has("policy_model"):
+        return "ppo"
     if "DPO" in loss or "Rso" in loss or "SimPO" in loss:
         return "dpo"
     component = str(read.raw("dataset._component_") or "")

@@ -23,11 +23,12 @@ KEYS = RunKeys(
     },
     memory=sides(
         less="optimizer_in_bwd memory_efficient_fsdp_wrap",
-        more="collate_fn teacher_model dataset_val run_val_every_n_steps",
+        more="collate_fn teacher_model dataset_val run_val_every_n_steps reward_and_value_model"
+        " reward_and_value_model.* forward_batch_size max_generated_tokens enable_kv_cache",
         either="quantizer fake_quant_after_n_steps parallelize_plan enable_fp8_training fp8_recipe_name",
     ),
     time=names("optimizer.fused enable_async_checkpointing float8_recipe_name"),
-    numbers=names("kd_ratio kd_loss lr_scheduler loss.ignore_index"),
+    numbers=names("kd_ratio kd_loss lr_scheduler loss.ignore_index kl_coeff gamma lmbda whiten_rewards"),
     no_effect=names("""
     output_dir tokenizer tokenizer.* dataset dataset.* seed shuffle batch_size_val checkpointer
     checkpointer.* ref_checkpointer ref_checkpointer.* teacher_checkpointer resume_from_checkpoint
@@ -37,6 +38,9 @@ KEYS = RunKeys(
     model.use_dora loss.* save_steps profile_memory keep_last_n_checkpoints dataset_val.*
     run_val_every_n_steps.* model.decoder_trainable model.encoder_trainable model.fusion_trainable
     model.image_size tensor_parallel_plan tensor_parallel_plan.* _non_blocking_checkpoint
+    ref_policy_checkpointer ref_policy_checkpointer.* value_checkpointer value_checkpointer.*
+    reward_checkpointer reward_checkpointer.* num_steps ppo_epochs temperature top_k min_response_length
+    penalise_no_eos reward_penalty stop_token_ids
     """),
     unknown="dropped",
     learning={
@@ -60,17 +64,9 @@ KEYS = RunKeys(
 )
 
 MODELS = {
-    "code_llama2_34b": "codellama:34b", "gemma_2b": "gemma:2b", "gemma_7b": "gemma:7b",
-    "gemma2_2b": "gemma2:2b", "gemma2_9b": "gemma2:9b", "llama2_7b": "llama2:7b",
-    "llama2_13b": "llama2:13b", "llama2_70b": "llama2:70b", "llama3_8b": "llama3:8b",
-    "llama3_70b": "llama3:70b", "llama3_1_8b": "llama3.1:8b", "llama3_1_70b": "llama3.1:70b",
-    "llama3_1_405b": "llama3.1:405b", "llama3_2_1b": "llama3.2:1b", "llama3_3_70b": "llama3.3:70b",
-    "llama3_2_vision_11b": "mllama:11b-vision-instruct", "llama3_2_vision_90b": "mllama:90b-vision-instruct",
-    "llama4_scout_17b_16e": "llama4:scout-17b-16e", "mistral_7b": "mistral:7b-v0.1",
-    "phi3_mini": "phi3:mini-4k", "phi4_14b": "phi4:14b", "qwen2_7b": "qwen2:7b",
-    "qwen2_0_5b": "qwen2:0.5b", "qwen2_5_0_5b": "qwen2.5:0.5b", "qwen2_5_1_5b": "qwen2.5:1.5b",
-    "qwen2_5_3b": "qwen2.5:3b", "qwen2_5_7b": "qwen2.5:7b", "qwen2_5_32b": "qwen2.5:32b",
-    "qwen2_5_72b": "qwen2.5:72b", "qwen3_0_6b": "qwen3:0.6b", "qwen3_1_7b": "qwen3:1.7b",
-    "qwen3_4b": "qwen3:4b", "qwen3_8b": "qwen3:8b", "qwen3_14b": "qwen3:14b", "qwen3_32b": "qwen3:32b",
+    "code_llama2_7b": "codellama:7b", "code_llama2_13b": "codellama:13b", "code_llama2_34b": "codellama:34b",
+    "llama3_2_vision_11b": "mllama:11b-vision-instruct",
+    "llama3_2_vision_90b": "mllama:90b-vision-instruct", "mistral_7b": "mistral:7b-v0.1",
+    "phi3_mini": "phi3:mini-4k", "deepseek_v3": "deepseek-v3:671b",
 }  # fmt: skip
-"""Builder, without ``lora_``, ``qlora_``, ``_base`` and ``_instruct``, and the size of the catalogue."""
+"""Builder and size of the catalogue, where the builder is not named after it."""
