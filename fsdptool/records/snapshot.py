@@ -8,6 +8,7 @@ from typing import Literal
 from fsdptool.records.annotations import Count, Positive
 
 Reason = Literal["fits", "too_small", "other_stream", "private_pool", "other_pool"]
+Part = Literal["before", "block", "after"]
 Change = Literal["expandable_segments", "fused_loss", "checkpointing", "shard_optimizer", "free_gradients"]
 
 
@@ -27,6 +28,29 @@ class MeasuredComponent:
     bytes: Count
     blocks: Count
     planned_bytes: Count | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockActivations:
+    """Live activations of one call of a block, or of a line of the model outside of the blocks.
+
+    Which call it is follows from the order of the recorded lines.
+
+    Attributes:
+        part: Whether the model made them before its blocks, in one of them, or after them.
+        call: Which call of one forward pass, from 0; null outside of the blocks.
+        file, line, function: The line that calls the blocks, or the model's own line outside of them.
+        bytes: Of the live activations.
+        blocks: How many blocks of memory they are.
+    """
+
+    part: Part
+    call: Count | None
+    file: str
+    line: Count
+    function: str
+    bytes: Count
+    blocks: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +171,8 @@ class MemorySnapshot:
         moment_bytes: Allocated then.
         planned_peak_bytes: Allocated peak of the plan; null without a plan.
         components: Live bytes then, the largest first.
+        activations: Those of the component ``activations``, by the block that made them; at most 1000, none
+            where no line calls blocks.
         lines, stacks: Where they were allocated, the largest first; at most 100 and 300.
         timeline: At most 600 points.
         inactive: Free blocks at the end.
@@ -170,6 +196,7 @@ class MemorySnapshot:
     moment_bytes: Count
     planned_peak_bytes: Count | None
     components: tuple[MeasuredComponent, ...]
+    activations: tuple[BlockActivations, ...]
     lines: tuple[AllocatingLine, ...]
     stacks: tuple[AllocatingStack, ...]
     timeline: tuple[MemoryPoint, ...]

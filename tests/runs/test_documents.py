@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import threading
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from real_runs import STEPS, Run, Work, digests, losses
+from recorded_steps import recorded
 from sockets import LOOPBACK, listening
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdptool as fsdp
 from fsdptool.cli.app import run as fsdptool
@@ -42,6 +45,27 @@ def test_every_document_validates(undisturbed: Run) -> None:
         # No peak is catalogued for a CPU: what is achieved is still said, from the plan's FLOPs.
         assert line["mfu"] is None
         assert line["extra"]["flops_per_second"] * line["step_seconds"] == pytest.approx(planned)
+
+
+def test_a_snapshot_stands_beside_what_the_run_predicted(
+    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(undisturbed.folder.parent / "model"))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps(recorded(lambda: None, lambda: model(input_ids=ids))))
+    assert fsdptool(["diagnose", str(path), "--run", str(undisturbed.folder), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    predicted = read_json(undisturbed.folder / "prediction.json")
+    expected = {item["name"]: item["bytes"] for item in predicted["components"]}
+    rows = {row["name"]: row for row in document["components"]}
+    assert document["planned_peak_bytes"] == predicted["allocated_peak_bytes"]
+    assert rows["optimizer"] == {
+        **{"name": "optimizer", "bytes": 0, "blocks": 0},
+        "planned_bytes": expected["optimizer"],
+    }
+    assert rows["activations"]["bytes"] > 0
+    assert rows["activations"]["planned_bytes"] == expected["activations"]
 
 
 def test_the_closing_summary_proves_sharding_and_compares_memory(undisturbed: Run) -> None:

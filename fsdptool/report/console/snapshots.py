@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from fsdptool.formatting import amount, count, shortened
-from fsdptool.records.snapshot import InactiveMemory, MeasuredComponent, MemorySnapshot
+from fsdptool.records.snapshot import BlockActivations, InactiveMemory, MeasuredComponent, MemorySnapshot
 from fsdptool.report.console.tables import print_line, print_table
 
 _SHOWN = 10
@@ -49,6 +50,13 @@ def print_snapshot(snapshot: MemorySnapshot) -> None:
         ],
         numeric=range(1, len(heads)),
     )
+    if snapshot.activations:
+        print_line("")
+        print_table(
+            ("activations", "bytes", "blocks", "called by"),
+            [(*row[:3], shortened(row[3], 60)) for row in activation_rows(snapshot)],
+            numeric=(1, 2),
+        )
     if snapshot.lines:
         print_line("")
         print_table(
@@ -81,6 +89,30 @@ def print_snapshot(snapshot: MemorySnapshot) -> None:
 def shown_components(snapshot: MemorySnapshot) -> list[MeasuredComponent]:
     """Return the components that hold anything at the moment, or should."""
     return [item for item in snapshot.components if item.bytes or item.planned_bytes]
+
+
+def activation_rows(snapshot: MemorySnapshot) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what, bytes, blocks of memory and line of each group; calls that hold the same share a row."""
+
+    def alike(item: BlockActivations) -> tuple[object, ...]:
+        alone = item.call if item.part != "block" else None
+        return item.part, item.file, item.line, item.bytes, item.blocks, alone
+
+    for _, group in groupby(snapshot.activations, alike):
+        items = list(group)
+        first, last = items[0], items[-1]
+        each = " each" if len(items) > 1 else ""
+        name = _PARTS.get(first.part) or f"call {first.call}"
+        name += f" to {last.call}" if each and first.part == "block" else ""
+        yield (
+            name,
+            amount(first.bytes) + each,
+            count(first.blocks) + each,
+            f"{first.file}:{first.line} {first.function}",
+        )
+
+
+_PARTS = {"before": "before the blocks", "after": "after the blocks"}
 
 
 def moment_title(snapshot: MemorySnapshot) -> str:

@@ -8,9 +8,10 @@ from html import escape
 
 from fsdptool.formatting import amount, count, printable
 from fsdptool.records.diagnostic import Answer
-from fsdptool.records.snapshot import MemorySnapshot
+from fsdptool.records.snapshot import MeasuredComponent, MemorySnapshot
 from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.console.snapshots import (
+    activation_rows,
     change_lines,
     moment_title,
     pool_name,
@@ -32,6 +33,7 @@ def snapshot_page(answer: Answer[MemorySnapshot]) -> str:
         _head(snapshot),
         section("Allocated memory over time", _timeline(snapshot)),
         section("What holds it", _components(snapshot)),
+        section("Activations by block", _activations(snapshot)),
         section("Lines of Python", _flame(snapshot) + _lines(snapshot)),
         section("Free but reserved", _inactive(snapshot)),
         section("What would free memory", notes(map(printable, change_lines(snapshot)))),
@@ -144,15 +146,33 @@ def _chart(snapshot: MemorySnapshot, base: int, zoom: int) -> str:
 
 def _components(snapshot: MemorySnapshot) -> str:
     total = max(snapshot.moment_bytes, 1)
+    planned = snapshot.planned_peak_bytes is not None
     rows = [
-        f'<tr><th scope="row"><span class="swatch k-{_group(item.name)}"></span>{escape(item.name)}</th>'
-        f'<td class="n">{amount(item.bytes)}</td><td class="n">{100 * item.bytes / total:.1f} %</td>'
-        f'<td class="n">{count(item.blocks)}</td>'
-        f'<td class="n">{amount(item.planned_bytes) if item.planned_bytes is not None else ""}</td></tr>'
+        f'<tr><th scope="row"><span><span class="swatch k-{_group(item.name)}"></span>{escape(item.name)}'
+        f'</span></th><td class="n">{amount(item.bytes)}</td><td class="n">{100 * item.bytes / total:.1f}'
+        f' %</td><td class="n">{count(item.blocks)}</td>{_expected(item) if planned else ""}</tr>'
         for item in shown_components(snapshot)
     ]
-    heads = (moment_title(snapshot), "bytes", "share", "blocks", "planned")
-    return html_table("Components", heads, rows, numbers=(1, 2, 3, 4)) if rows else ""
+    heads = (moment_title(snapshot), "bytes", "share", "blocks", *(["planned"] if planned else []))
+    return html_table("Components", heads, rows, numbers=(1, 2, 3, 4), cards=True) if rows else ""
+
+
+def _expected(item: MeasuredComponent) -> str:
+    return (
+        f'<td class="n">{amount(item.planned_bytes) if item.planned_bytes is not None else "not known"}</td>'
+    )
+
+
+def _activations(snapshot: MemorySnapshot) -> str:
+    rows = [
+        f'<tr><th scope="row" class="wide">{escape(name)}<br><small>{breaking(printable(line))}</small></th>'
+        f'<td class="n">{size}</td><td class="n">{blocks}</td></tr>'
+        for name, size, blocks, line in activation_rows(snapshot)
+    ]
+    if not rows:
+        return ""
+    table = html_table("Activations by block", ("call", "bytes", "blocks"), rows, numbers=(1, 2))
+    return table + notes(["the order of the recorded lines says which call of a block it was"])
 
 
 @dataclass(slots=True)
@@ -229,4 +249,4 @@ def _inactive(snapshot: MemorySnapshot) -> str:
         for item in snapshot.inactive
     ]
     heads = ("stream and pool", "bytes", "pieces", "largest", "whole segments", "why not used")
-    return html_table("Free but reserved", heads, rows, numbers=(1, 2, 3, 4)) if rows else ""
+    return html_table("Free but reserved", heads, rows, numbers=(1, 2, 3, 4), cards=True) if rows else ""

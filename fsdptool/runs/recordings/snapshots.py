@@ -20,6 +20,7 @@ from fsdptool.records.plan import Candidate
 from fsdptool.records.snapshot import (
     AllocatingLine,
     AllocatingStack,
+    BlockActivations,
     Change,
     FailedRequest,
     InactiveMemory,
@@ -30,6 +31,7 @@ from fsdptool.records.snapshot import (
     Reason,
 )
 from fsdptool.records.trace import Component
+from fsdptool.runs.recordings.blocks import activations_by_block
 from fsdptool.runs.recordings.flight_records import is_flight_record
 from fsdptool.runs.recordings.stacks import Stacks
 
@@ -325,6 +327,7 @@ def describe(name: str, recording: Recording, others: tuple[int, ...] = ()) -> M
         moment_bytes=allocated[at],
         planned_peak_bytes=None,
         components=tuple(measured),
+        activations=_activations(recording, live),
         lines=lines,
         stacks=paths,
         timeline=tuple(timeline),
@@ -452,6 +455,21 @@ def _places(
         tuple(AllocatingLine(*line, size, numbers[line]) for line, size in sizes.most_common(_LINES)),
         tuple(AllocatingStack(path, size) for path, size in paths.most_common(_STACKS)),
     )
+
+
+def _activations(recording: Recording, live: list[RecordedBlock]) -> tuple[BlockActivations, ...]:
+    """Return the live activations by the call of a block that made them."""
+    stacks = Stacks()
+    python_only = _python_only(recording)
+    sizes = {
+        id(block): block.size
+        for block in live
+        if stacks.component(block.frames, block.freed, python_only=python_only) == Component.ACTIVATIONS
+    }
+    if not sizes:
+        return ()
+    made = ((id(entry.block), entry.frames) for entry in recording.entries if entry.action == "alloc")
+    return activations_by_block(made, sizes, stacks)
 
 
 def _inactive(recording: Recording, failed: FailedRequest | None) -> tuple[InactiveMemory, ...]:

@@ -16,9 +16,9 @@ _MODULE = r"torch/nn/modules/module\.py$"
 # (file, function, what a frame says), the strongest first: a stack is what its strongest frame says.
 _MARKS: tuple[tuple[str, str, str], ...] = (
     (r"", r"Workspace|getCurrentCUDABlasHandle|allocate_workspace", Component.WORKSPACES),
+    (r"fsdp/.*_fsdp_param\.py$", r"alloc_all_gather|init_unsharded|init_all_gather", Component.UNSHARDED),
     (r"fsdp/.*_fsdp_collectives\.py$", r"reduce", Component.REDUCE),
     (r"fsdp/.*_fsdp_collectives\.py$", r"all_gather", Component.GATHER),
-    (r"fsdp/.*_fsdp_param\.py$", r"alloc_all_gather|init_unsharded|init_all_gather", Component.UNSHARDED),
     (r"fsdp/_flat_param\.py$", r"unshard|all_gather", Component.UNSHARDED),
     (r"fsdp/_runtime_utils\.py$", r"reduce", Component.REDUCE),
     (r"distributed/(distributed_c10d|_functional_collectives)\.py$", r"", "communication"),
@@ -42,8 +42,12 @@ _MARKS: tuple[tuple[str, str, str], ...] = (
 )
 _PATTERNS = tuple((re.compile(file), re.compile(name), mark) for file, name, mark in _MARKS)
 _NONE = len(_PATTERNS)
+_CALL = next(rank for rank, (file, name, _) in enumerate(_MARKS) if file == _MODULE and "_call_impl" in name)
 _OWN = re.compile(r"(^|/)torch/|^<frozen|/importlib/|\.(c|cc|cpp|cu|h|hpp|o)$")
 _CUT = 500
+
+Line = tuple[str, int, str]
+"""File, line and function of a frame."""
 
 
 class Stacks:
@@ -51,8 +55,8 @@ class Stacks:
 
     def __init__(self) -> None:
         # Frames stay alive with the snapshot, so that their identity names them.
-        self._frames: dict[int, tuple[int, tuple[str, int, str] | None]] = {}
-        self._known: dict[tuple[str, str, int], tuple[int, tuple[str, int, str] | None]] = {}
+        self._frames: dict[int, tuple[int, Line | None]] = {}
+        self._known: dict[tuple[str, str, int], tuple[int, Line | None]] = {}
 
     def rank(self, frames: Any) -> int:
         """Return the number of the strongest mark; that of none where no frame says anything."""
@@ -81,25 +85,44 @@ class Stacks:
             if rank == _NONE:
                 return UNKNOWN
             mark = _MARKS[rank][2]
-        if mark != _BACKWARD:
+        if mark not in (_BACKWARD, Component.REDUCE):
             return str(mark)
-        # A gradient outlives the backward pass: the loop frees it, or nobody does.
-        kept = freed is None or (bool(freed) and _backward_rank() < self.rank(freed))
-        return str(Component.GRADIENTS if kept else Component.TEMPORARIES)
+        # A gradient outlives the backward pass: the loop frees it, or nobody does. FSDP2's are parts of what
+        # the reduce-scatter of their unit returned.
+        if freed is None or (bool(freed) and _backward_rank() < self.rank(freed)):
+            return str(Component.GRADIENTS)
+        return str(Component.TEMPORARIES if mark == _BACKWARD else mark)
 
-    def lines(self, frames: Any) -> list[tuple[str, int, str]]:
+    def lines(self, frames: Any) -> list[Line]:
         """Return file, line and function of the frames outside of torch, the innermost first."""
         if type(frames) is not list:
             return []
         read = [(self._frames.get(id(frame)) or self._read(frame))[1] for frame in frames]
         return [line for line in read if line is not None]
 
-    def _read(self, frame: Any) -> tuple[int, tuple[str, int, str] | None]:
+    def forward_lines(self, frames: Any) -> tuple[Line | None, ...]:
+        """Return the lines outside of torch below the outermost call of a module, the outermost first.
+
+        None stands at the end, so that no stack is the beginning of another; nothing is returned where no
+        module is called.
+        """
+        if type(frames) is not list:
+            return ()
+        found: list[Line | None] = []
+        called = False
+        for frame in reversed(frames):
+            rank, line = self._frames.get(id(frame)) or self._read(frame)
+            if called and line is not None:
+                found.append(line)
+            called = called or rank == _CALL
+        return (*found, None) if called else ()
+
+    def _read(self, frame: Any) -> tuple[int, Line | None]:
         if type(frame) is not dict:
             return _NONE, None
         file, name, line = frame.get("filename"), frame.get("name"), frame.get("line")
         if type(file) is not str or type(name) is not str or type(line) is not int:
-            found: tuple[int, tuple[str, int, str] | None] = (_NONE, None)
+            found: tuple[int, Line | None] = (_NONE, None)
         else:
             key = (file[-_CUT:], name[:_CUT], line)
             if (known := self._known.get(key)) is None:
@@ -120,7 +143,7 @@ def _backward_rank() -> int:
     return next(rank for rank, mark in enumerate(_MARKS) if mark[2] == _BACKWARD)
 
 
-def _place(file: str, name: str, line: int) -> tuple[str, int, str] | None:
+def _place(file: str, name: str, line: int) -> Line | None:
     """Return a line of Python outside of torch, whose C++ frames have no line."""
     if line <= 0 or line >= 1 << 31 or "::" in name or _OWN.search(file):
         return None
