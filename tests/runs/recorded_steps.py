@@ -17,11 +17,11 @@ BASE = 1 << 40
 STRIDE = 1 << 30
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes an entry for each storage that an operator makes, with the stack of Python at that moment."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[dict[str, Any]] = []
         self.live: dict[int, dict[str, Any]] = {}
         self._seen: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
