@@ -18,6 +18,7 @@ from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
+from fsdptool.config.shell_variables import substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -28,6 +29,7 @@ from fsdptool.spelling import integer
 
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
 _HYDRA = re.compile(r"\+{0,2}~?([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
+_ADDED = re.compile(r"\+{1,2}([A-Za-z_][\w.]*)=")
 _EXTENDING = frozenset({"extends", "include", "includes", "_base_", "base_config", "inherit_from", "imports"})
 """Keys with which programs and people take settings from another file."""
 _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
@@ -83,6 +85,12 @@ def describe_written(
     """
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
+    if form is None or form.name == "flags":
+        text = substituted(source.text)
+        if text != source.text:
+            form = form or sniff_dialect(text)
+            if form is not None and form.name == "flags":
+                source = replace(source, text=text)
     if form is not None and form.name == "flags":
         found = _of_command(source, files, program)
     else:
@@ -252,6 +260,7 @@ def _of_command(
             environment=environment,
             beside=partial(_beside, files),
             unread=unread,
+            added=tuple(found.group(1) for found in map(_ADDED.match, words) if found is not None),
         )
     return None
 

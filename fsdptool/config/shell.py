@@ -22,6 +22,11 @@ _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
 _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
+_ARRAY = re.compile(r"\w\+?=$")
+_ESCAPED = re.compile(r"\\([\"\\`])")
+"""What a backslash escapes within double quotes."""
+_BRACKET = 20_000
+"""Characters between brackets at most: a bracket that is never closed is one character."""
 _LIMIT = 5000
 MOST = 50
 _NEST = 4
@@ -67,6 +72,8 @@ _COMMANDS = {
 """Programs with commands of their own, and those that train."""
 _ALONE = frozenset({"torchrun", "accelerate-launch", "deepspeed", "composer", "launch_torchtitan"})
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?(?:\.exe)?")
+_PYTHON_VARIABLE = re.compile(r"\$\{?\w*PY(?:THON)?(?:_?(?:BIN|EXE|PATH|CMD))?\}?", re.IGNORECASE)
+"""A variable that holds the interpreter: ``$PYTHON_BIN``."""
 _NOT_RUN = frozenset([
     "pip", "pip3", "conda", "apt", "apt-get", "echo", "printf", "cat", "cd", "git", "which", "type", "ls",
     "command", "mkdir", "rm", "cp", "mv", "source", ".", "module", "ln", "touch", "alias", "pkill", "kill",
@@ -246,6 +253,8 @@ def _spans(text: str, start: int, end: int) -> list[tuple[int, int]]:
                 spans.append((begin, index))
                 begin = after
             index = after
+        elif character == "(" and _is_word(text, index) and (closed := enclosed(text, index, end)):
+            index = closed
         elif character in ";|()" or (character == "&" and _separates(text, index)):
             spans.append((begin, index))
             index = begin = index + 1
@@ -253,6 +262,41 @@ def _spans(text: str, start: int, end: int) -> list[tuple[int, int]]:
             index += 1
     spans.append((begin, end))
     return [span for span in spans if text[span[0] : span[1]].strip()]
+
+
+def spans_of(text: str) -> list[tuple[int, int]]:
+    """Return where each command of a script begins and ends."""
+    return _spans(text, 0, len(text))
+
+
+def _is_word(text: str, index: int) -> bool:
+    """Whether an opening bracket belongs to a word: ``$(...)``, ``${...}``, ``NAME=(...)``."""
+    before = text[max(0, index - 3) : index]
+    return before.endswith("$") or (text[index] == "(" and _ARRAY.search(before) is not None)
+
+
+def enclosed(text: str, index: int, end: int) -> int | None:
+    """Return where the bracket at ``index`` is closed, or None where it is not; quotes hide brackets."""
+    opening = text[index]
+    closing = {"(": ")", "{": "}"}[opening]
+    depth, end = 0, min(end, index + _BRACKET)
+    while index < end:
+        character = text[index]
+        if character == "\\":
+            index += 2
+            continue
+        if character in "'\"":
+            index = _quoted(text, index, end)
+            continue
+        if character == "#" and opening == "(" and text[index - 1].isspace():
+            line = text.find("\n", index, end)
+            index = end if line < 0 else line
+            continue
+        depth += (character == opening) - (character == closing)
+        index += 1
+        if depth == 0:
+            return index
+    return None
 
 
 def _separates(text: str, index: int) -> bool:
@@ -303,7 +347,11 @@ def _shell_word(text: str, start: int, end: int) -> Node:
         if character in "'\"":
             stop = _quoted(text, index, end)
             closed = stop > index + 1
-            value.append(text[index + 1 : stop - 1] if closed else character)
+            inner = text[index + 1 : stop - 1] if closed else character
+            value.append(_ESCAPED.sub(r"\1", inner) if closed and character == '"' else inner)
+            index = stop
+        elif character in "({" and _is_word(text, index) and (stop := enclosed(text, index, end) or 0):
+            value.append(text[index:stop])
             index = stop
         elif character == "\\" and index + 1 < end:
             if text[index + 1] in "\r\n":
@@ -318,7 +366,9 @@ def _shell_word(text: str, start: int, end: int) -> Node:
 
 
 def _base(word: Node) -> str:
-    return str(word.value).replace("\\", "/").rsplit("/", 1)[-1]
+    """Return the name of what is started: without its folder, and without the ``!`` of notebooks."""
+    name = str(word.value).replace("\\", "/").rsplit("/", 1)[-1].removeprefix("!")
+    return "python" if _PYTHON_VARIABLE.fullmatch(name) else name
 
 
 def _command(text: str, words: list[Node], end: int) -> Command | None:
@@ -326,7 +376,8 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
     for at, word in enumerate(words):
         name = _base(word)
         after = words[at + 1] if at + 1 < len(words) else None
-        if name in _NOT_RUN and (after is None or after.value != "run"):
+        option = at > 0 and words[at - 1].raw.startswith("-")  # ``srun --job-name test torchrun ...``
+        if name in _NOT_RUN and not option and (after is None or after.value != "run"):
             return None
         if name in _ALONE and (after is not None or name == "torchrun"):
             program = "accelerate" if name == "accelerate-launch" else name

@@ -43,7 +43,7 @@ _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _LARGEST = 1e18
 _DEPTH = 5
 """Interpolations that are followed one after another."""
-_VARIABLE = re.compile(r"\$[A-Za-z_{(]|\{\{")
+_VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]|\{\{")
 _TRUE, _FALSE = (
     frozenset({"true", "yes", "y", "t", "1", "on"}),
     frozenset({"false", "no", "n", "f", "0", "off"}),
@@ -163,6 +163,7 @@ class RunFile:
         beside: Reads a file that the keys name, as plain data; None where it cannot be read.
         hidden: Keys of the file whose values lie elsewhere and are not read.
         unread: What is said of the file that holds the keys, where it was not read.
+        added: Keys that a command line adds to the program's own (``+key=value`` of Hydra).
     """
 
     data: Mapping[str, Any]
@@ -174,6 +175,7 @@ class RunFile:
     beside: Callable[[str], Any] = lambda name: None
     hidden: tuple[str, ...] = ()
     unread: str | None = None
+    added: tuple[str, ...] = ()
 
 
 _NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")
@@ -345,7 +347,10 @@ class RunReader:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if number is not None and not math.isfinite(number):
-            self._wrong(key, "a number", value)
+            if isinstance(value, str) and _VARIABLE.search(value):
+                self._variable(key, value)
+            else:
+                self._wrong(key, "a number", value)
             return None
         return number
 
@@ -487,6 +492,8 @@ class RunReader:
                 not_modelled.append(UnmodelledKey(key, found, side))
                 continue
             no_effect.append(key)
+            if _below(self.file.added, key):
+                continue
             if found is None and key not in self.asked and not _covers(self.keys.no_effect, key):
                 unknown.append(key)
         if unknown:
@@ -573,6 +580,10 @@ def _covers(names: Collection[str], key: str) -> bool:
     if key in names:
         return True
     return any(name.endswith("*") and key.startswith(name[:-1]) for name in names)
+
+
+def _below(sections: Iterable[str], key: str) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def _side(table: Mapping[str, Side | None], key: str) -> Side | None:

@@ -38,7 +38,7 @@ def describe(file: RunFile) -> DescribedRun | None:
     network = read.raw("network")
     adapter = isinstance(network, Mapping)
     kind = (read.text("network.type") or "lora").lower() if adapter else ""
-    low_rank = kind in ("lora", "locon", "dora") or (
+    low_rank = kind in ("lora", "lierla", "locon", "dora") or (
         kind == "lokr" and not read.flag("network.lokr_full_rank")
     )
     base, quantisation = _base(read, dtype)

@@ -25,6 +25,7 @@ _MORE = """
 _EITHER = """
     auto_find_batch_size batch_flattening bnb_config_kwargs deepcompile deepspeed device_map
     diffusion expert_backend experts_implementation flash_attn_d512 flex_attn_compile_kwargs
+    gemma4_fp8_nonexpert gemma4_nf4_nonexpert moe_bnb_fast moe_dequant_chunk_size
     gemma4_hybrid_attn_impl gpu_memory_limit heads_k_stride image_size large_head_attention
     lora_rank_pattern max_memory model_quantization_config mora multipack_real_batches
     overrides_of_model_config overrides_of_model_kwargs quantization relora rl_adapter_ref_model
@@ -44,6 +45,7 @@ _NUMBERS = """
 _NO_EFFECT = """
     batch_size
     lora_r lora_target_linear lora_target_modules lora_modules_to_save bf16 bfloat16 float16 float32
+    kd_* ebft_* mora_type nvfp4_merge_aware_start_step
     trl trl.* nemo_gym_* hatchery gptq_groupsize gptq_model_v1 nvfp4_merge_aware use_dsv4_kernels
     dsv4_* use_glm_dsa_kernels expert_parallel_* model_config torch_dtype
     experimental_skip_move_to_device fp16 debug accelerator_config adam_beta1 adam_beta2 adam_beta3

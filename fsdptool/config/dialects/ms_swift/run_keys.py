@@ -31,11 +31,12 @@ KEYS = RunKeys(
         less="""
         padding_free freeze_parameters freeze_parameters_ratio freeze_parameters_regex freeze_llm
         lisa_activated_layers use_galore use_logits_to_keep galore_rank galore_target_modules
-        llamapro_num_groups celoss_parallel_size
+        llamapro_num_groups celoss_parallel_size offload_teacher_model gkd_logits_topk
         """,
         more="""
         use_dora modules_to_save target_parameters trainable_parameters trainable_parameters_regex
-        reward_model ref_model teacher_model new_special_tokens max_pixels use_vllm
+        reward_model ref_model teacher_model teacher_adapters new_special_tokens max_pixels use_vllm
+        chord_sft_per_device_train_batch_size sync_ref_model
         vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
         llamapro_num_new_blocks
         """,
@@ -43,6 +44,7 @@ KEYS = RunKeys(
         rope_scaling model_kwargs max_memory device_map init_strategy offload_model
         offload_optimizer sleep_level move_model_batches experts_impl external_plugins
         custom_register_path tuner_backend galore_quantization optimizer use_swift_lora
+        adalora_* adapter_act adapter_length boft_* fourier_* reft_* vera_* use_ray device_groups
         """,
     ),
     time=TIME | names("vllm_mode acc_strategy use_flash_ckpt multi_turn_scheduler"),
@@ -73,7 +75,16 @@ KEYS = RunKeys(
     problem_type galore_* lisa_step_interval ENV env deepspeed_autotp_size zero_hpz_partition_size
     report_to async_generate dynamic_sample epsilon epsilon_high overlong_filter scale_rewards
     importance_sampling_level stop_words max_turns completion_length_limit_scope
-    vit_gradient_checkpointing_kwargs
+    vit_gradient_checkpointing_kwargs advantage_estimator advantage_reweight chat_template_kwargs chord_*
+    cliprange cliprange_value cosine_* decision_* delta ds3_gather_for_generation extra_eval_args fipo_*
+    gamma gym_env use_gym_env kl_coef kl_in_reward lam local_rollout_forward_batch_size log_entropy
+    log_rollout_offpolicy_metrics logprobs max_model_len max_resample_times missing_eos_penalty mrl_dims
+    num_generations_eval num_mini_batches num_ppo_epochs num_sample_generations
+    off_policy_sequence_mask_delta ray_exp_name real_tau ref_model_mixup_alpha ref_model_revision
+    ref_model_sync_steps ref_model_type repetition_* response_length reward_model_revision rlsd_*
+    rollout_importance_sampling_* sdar_* soft_cache_length soft_max_length tau_neg tau_pos
+    teacher_deepspeed teacher_kl_coef teacher_model_revision teacher_model_server teacher_model_type
+    teacher_model_group top_entropy_quantile top_logprobs use_mopd vf_coef whiten_rewards
     """),
     unknown="refused",
     learning={

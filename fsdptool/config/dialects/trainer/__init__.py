@@ -7,7 +7,6 @@ given as ``fsdp_config`` (its keys at the top), and a file of TrainingArguments 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +96,6 @@ def mapping(settings: FsdpSettings, name: str = NAME, cannot: tuple[str, ...] = 
     return {"fsdp": True, "bf16": precision == "bf16", "fp16": precision == "fp16", "fsdp_config": config}
 
 
-_EXAMPLES = re.compile(
-    r"run_(?:clm|fim|mlm|plm|glue|xnli|qa|seq2seq_qa|ner|swag|classification|summarization|translation|mae|mim|clip"
-    r"|(?:image|audio)_classification|speech_recognition_\w+|semantic_segmentation|object_detection)"
-)
-"""Scripts of transformers' ``examples/pytorch`` that use Trainer."""
-
-
 class Trainer(Dialect):
     """transformers' TrainingArguments, or the file that their ``fsdp_config`` names."""
 
@@ -142,15 +134,17 @@ class Trainer(Dialect):
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of a script with TrainingArguments."""
         own = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "per_device_eval_batch_size"}
+        from fsdptool.config.dialects.trainer.run_keys import SCRIPTS
+
         known = "model_name_or_path" in names and bool(names & own)
-        if known and _EXAMPLES.fullmatch(launch.script.rpartition(".")[2]):
+        if known and launch.script.rpartition(".")[2] in SCRIPTS:
             return 0.97
         return (
             0.91 if known and launch.program in ("python", "torchrun", "accelerate", "deepspeed", "") else 0.0
         )
 
-    def describe(self, file: RunFile) -> DescribedRun:
-        """Return the run of a file or a command line."""
+    def describe(self, file: RunFile) -> DescribedRun | None:
+        """Return the run of a file or a command line; None where it is told not to train."""
         from fsdptool.config.dialects.trainer.run import describe
 
         return describe(file)

@@ -12,18 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
-from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD
+from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD, SCRIPTS
 from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
-_OF_4 = ("evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
+_OF_4 = ("adafactor", "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
 """Arguments that transformers 5 does not have, though 4.x did."""
+_LENGTHS = ("model_max_length", "max_seq_length", "max_length", "cutoff_len", "max_source_length")
+"""Flags with which scripts set the length of a sample."""
+_CUT = "at most the tokenizer's maximum"
 _EAGER = ("bloom",)
 """Models that had no other attention than eager in transformers 4."""
 
 
-def describe(file: RunFile) -> DescribedRun:
-    """Return the run of a script that takes TrainingArguments."""
+def describe(file: RunFile) -> DescribedRun | None:
+    """Return the run of a script that takes TrainingArguments; None where it is told not to train."""
+    script = file.launch.script.rpartition(".")[2]
+    if script in SCRIPTS and _only_evaluates(file.data):
+        return None
     old = any(key in file.data for key in _OF_4)
     read = RunReader(file, replace(KEYS, version=file.version or (OLD if old else KEYS.version)))
     model = read.text("model_name_or_path")
@@ -37,7 +43,7 @@ def describe(file: RunFile) -> DescribedRun:
         source = "modeling_utils.py:4183: float32 before transformers 5, then as the checkpoint is stored"
         read.default("dtype", base, source)
     stored = "fp32" if common["fsdp"] != "none" and common["compute_dtype"] != "fp32" else base
-    length, packing, objective = _texts(read, file.launch.script)
+    texts = _texts(read, file.launch.script)
     adapter = _adapter(read)
     if adapter["method"] != "full":
         stored = "fp32"
@@ -48,13 +54,18 @@ def describe(file: RunFile) -> DescribedRun:
         base_dtype=base,
         stored_dtype=stored,
         reduce_dtype=common["compute_dtype"] if common["fsdp"] != "none" else stored,
-        objective=objective,
-        sequence_length=length,
-        packing=packing,
-        documents_joined=packing,
+        **texts,
         optimizer_state_bits=state_bits(common["optimizer"], stored),
         attention=_attention(read, file.launch.script, model, old),
     )
+
+
+def _only_evaluates(data: Mapping[str, Any]) -> bool:
+    """Whether flags ask for an evaluation, and not for training."""
+    words = {name: str(data.get(name, "")).lower() for name in ("do_train", "do_eval", "do_predict")}
+    if words["do_train"]:
+        return words["do_train"] in ("false", "0", "no")
+    return any(words[name] not in ("", "false", "0", "no") for name in ("do_eval", "do_predict"))
 
 
 def _bits_alone(common: Mapping[str, Any]) -> int | None:
@@ -75,21 +86,35 @@ def _adapter(read: RunReader) -> dict[str, Any]:
     }
 
 
-def _texts(read: RunReader, script: str) -> tuple[int | None, bool, str]:
-    """Return the length, whether rows are full, and the objective of a script's texts."""
+def _texts(read: RunReader, script: str) -> dict[str, Any]:
+    """Return the length, how rows are filled, and the objective of a script's texts."""
     name = script.rpartition(".")[2]
-    if "run_clm" in name or read.has("block_size") or read.has("train_file"):
-        length = read.whole("block_size")
+    known = SCRIPTS.get(name)
+    if known is None and ("run_clm" in name or read.has("block_size")):
+        known = SCRIPTS["run_clm"]
+    if known is None and read.has("train_file") and not any(map(read.has, _LENGTHS)):
+        known = SCRIPTS["run_clm"]
+    if known is None:
+        length = read.whole(*_LENGTHS)
         if length is None:
-            source = "run_clm.py: the tokenizer's maximum, at most min(1024, max_position_embeddings)"
-            length = read.default("block_size", 1024, source)
-        return length, True, "pretrain"
-    length = read.whole("model_max_length", "max_seq_length", "max_length", "cutoff_len", "max_source_length")
-    if length is None:
-        length = read.default(
-            "model_max_length", 512, "stanford_alpaca and FastChat train.py: TrainingArguments"
-        )
-    return length, False, "sft"
+            source = "stanford_alpaca and FastChat train.py: TrainingArguments"
+            length = read.default("model_max_length", 512, source)
+        return {"sequence_length": length, "packing": False, "documents_joined": False, "objective": "sft"}
+    length = read.whole(known.key) if known.key is not None else None
+    if length is None and known.length is not None and known.key is not None:
+        length = read.default(known.key, known.length, f"examples/pytorch {name}.py; {_CUT}")
+    elif length is None:
+        read.notes.append("the length of samples is that of the data: give --seq-len")
+    read.use("max_target_length", "pad_to_max_length", "line_by_line")
+    joined = known.packing and not read.flag("line_by_line")
+    padded = known.padded if read.raw("pad_to_max_length") is None else read.flag("pad_to_max_length")
+    return {
+        "sequence_length": length,
+        "packing": joined,
+        "documents_joined": joined,
+        "full_rows": padded,
+        "objective": known.objective,
+    }
 
 
 def _attention(read: RunReader, script: str, model: str, old: bool) -> str:
@@ -118,8 +143,11 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     sharding = fsdp(read, old=old)
     recomputes = read.flag("activation_checkpointing") or read.flag("gradient_checkpointing")
     steps = read.whole("max_steps")
-    if "optim" not in read.data and old:
-        optimizer: str | None = read.default("optim", "adamw_torch", "transformers 4.x training_args.py")
+    optimizer: str | None
+    if read.flag("adafactor"):
+        optimizer = "adafactor"
+    elif "optim" not in read.data and old:
+        optimizer = read.default("optim", "adamw_torch", "transformers 4.x training_args.py")
     else:
         optimizer = read.text("optim")
     if read.raw("deepspeed") or launch.deepspeed:

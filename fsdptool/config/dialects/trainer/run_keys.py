@@ -7,6 +7,7 @@ hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 
@@ -77,20 +78,84 @@ NO_EFFECT = names("""
     fsdp_config.fsdp_forward_prefetch fsdp_config.min_num_params fsdp_min_num_params
 """)
 
+
+class Script(NamedTuple):
+    """What an example of transformers trains.
+
+    Attributes:
+        objective: What is minimised.
+        key: The flag of its length in tokens; None: its samples are no texts.
+        length: Its default, or None: the longest sample of a batch.
+        packing: Whether texts are joined and cut into full rows.
+        padded: Whether every row is padded to the length unless ``--pad_to_max_length`` is false.
+    """
+
+    objective: str
+    key: str | None = None
+    length: int | None = None
+    packing: bool = False
+    padded: bool = False
+
+
+SCRIPTS = {
+    "run_clm": Script("pretrain", "block_size", 1024, packing=True),
+    "run_fim": Script("pretrain", "block_size", 1024, packing=True),
+    "run_mlm": Script("pretrain", "max_seq_length", 512, packing=True),
+    "run_plm": Script("pretrain", "max_seq_length", 512, packing=True),
+    "run_glue": Script("classification", "max_seq_length", 128, padded=True),
+    "run_xnli": Script("classification", "max_seq_length", 128, padded=True),
+    "run_classification": Script("classification", "max_seq_length", 128, padded=True),
+    "run_qa": Script("classification", "max_seq_length", 384, padded=True),
+    "run_ner": Script("classification", "max_seq_length"),
+    "run_swag": Script("classification", "max_seq_length"),
+    "run_seq2seq_qa": Script("sft", "max_seq_length", 384),
+    "run_summarization": Script("sft", "max_source_length", 1024),
+    "run_translation": Script("sft", "max_source_length", 1024),
+    "run_speech_recognition_ctc": Script("sft"),
+    "run_speech_recognition_ctc_adapter": Script("sft"),
+    "run_speech_recognition_seq2seq": Script("sft"),
+    "run_audio_classification": Script("classification"),
+    "run_image_classification": Script("classification"),
+    "run_semantic_segmentation": Script("segmentation"),
+    "run_object_detection": Script("detection"),
+    "run_mae": Script("pretrain"),
+    "run_mim": Script("pretrain"),
+    "run_clip": Script("contrastive", "max_seq_length", 128, padded=True),
+}
+"""transformers' ``examples/pytorch/*/run_*.py`` (5.24.0) that use Trainer: ``DataTrainingArguments``."""
+
 KEYS = RunKeys(
     program="trainer",
     version="5.24.0",
     defaults=DEFAULTS,
-    memory=MEMORY,
+    memory=MEMORY
+    | sides(
+        less="""
+        freeze_feature_encoder freeze_feature_extractor freeze_encoder freeze_base_model freeze_vision_model
+        freeze_text_model
+        """
+    ),
     time=TIME,
-    numbers=NUMBERS,
+    numbers=NUMBERS
+    | names("""
+    layerdrop attention_dropout activation_dropout feat_proj_dropout hidden_dropout final_dropout mask_*
+    mlm_probability plm_probability max_span_length num_beams
+    """),
     no_effect=NO_EFFECT
     | names("""
     dataset_name dataset_config_name train_file validation_file validation_split_percentage
     max_train_samples max_eval_samples max_predict_samples tokenizer_name config_name
     cache_dir use_fast_tokenizer model_revision token
     trust_remote_code streaming overwrite_cache preprocessing_num_workers keep_linebreaks data_path
-    eval_data_path train_dataset eval_dataset lazy_preprocess low_cpu_mem_usage use_auth_token
+    eval_data_path train_dataset eval_dataset lazy_preprocess low_cpu_mem_usage use_auth_token test_file
+    train_dir validation_dir predict_with_generate generation_max_length generation_num_beams
+    generation_config text_column summary_column source_prefix val_max_target_length source_lang target_lang
+    forced_bos_token ignore_pad_token_for_loss task_name text_column_name audio_column_name label_column_name
+    length_column_name image_column_name train_split_name eval_split_name chars_to_ignore language task
+    eval_metrics max_duration_in_seconds min_duration_in_seconds doc_stride version_2_with_negative
+    n_best_size null_score_diff_threshold do_lower_case ignore_mismatched_sizes max_answer_length
+    max_train_steps resize_position_embeddings label_all_tokens return_entity_level_metrics
+    half_precision_backend fp16_opt_level
 """),
     unknown="script",
     learning={**LEARNING, "dataset": Learned("dataset_name")},

@@ -7,6 +7,7 @@ Sources: TRL 1.16.0 ``trainer/model_config.py``, ``trainer/base_config.py``, ``t
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,8 @@ _OBJECTIVES = (
     "online_dpo",
     "ppo",
 )
+_PAIRS = ("kto", "orpo", "cpo", "simpo", "bco", "online_dpo", "nash_md", "xpo")
+"""Trainers of preferences whose files hold the keys of DPO: only comments and names tell them."""
 
 
 def describe(file: RunFile) -> DescribedRun:
@@ -144,8 +147,12 @@ def _objective(read: RunReader) -> str:
     read.use("loss_type")
     if read.has("desirable_weight"):
         return "kto"
+    if read.has("teacher_model_name_or_path"):
+        return "gkd"
     if read.has("beta") or read.raw("loss_type") in _DPO_LOSSES:
-        return "dpo"
+        words = set(re.split(r"[^a-z_]+", read.file.hints.lower().replace("trainer", " ")))
+        words |= {part for word in words for part in word.split("_")}
+        return next((word for word in _PAIRS if word in words), "dpo")
     return "reward" if read.has("center_rewards_coefficient") else "sft"
 
 

@@ -24,7 +24,17 @@ _OWN = """
     sapo_* vespo_* importance_sampling_level vllm_importance_sampling_* off_policy_mask_threshold
     use_bias_correction_kl entropy_* normalize_advantages reward_clip_range max_tool_calling_iterations
     sync_ref_model ref_model_mixup_alpha ref_model_sync_steps center_rewards_coefficient disable_dropout
-    bnb_4bit_quant_type bnb_4bit_quant_storage ds3_gather_for_generation callbacks
+    bnb_4bit_quant_type bnb_4bit_quant_storage ds3_gather_for_generation callbacks top_entropy_quantile
+    use_adaptive_entropy use_bnb_nested_quant lora_r lora_dropout lora_target_modules padding_value
+    is_encoder_decoder generate_during_eval cpo_alpha simpo_gamma alpha lmbda seq_kd max_new_tokens
+    missing_eos_penalty teacher_model_revision teacher_model_server_url teacher_tokenizer_name_or_path uld_*
+    use_uld_loss distillation_* log_completions_steps tpo_* response_length kl_coef num_ppo_epochs
+    whiten_rewards cliprange cliprange_value vf_coef gamma lam stop_token num_mini_batches
+    local_rollout_forward_batch_size num_sample_generations exp_name total_episodes label_pad_token_id
+    dataset_mixer dataset_splits dataset_configs preprocessing_num_workers auto_insert_empty_system_msg
+    truncation_side code_language cosine_* repetition_n_grams repetition_max_penalty hub_model_revision
+    overwrite_hub_revision push_to_hub_revision wandb_* e2b_router_url morph_router_url use_slow_tokenizer
+    vllm_device vllm_dtype
 """
 _RATES = {"sft": 2e-5, "reward": 1e-4}
 """Learning rates of ``trainer/*_config.py``; other trainers have 1e-6."""
@@ -51,11 +61,11 @@ KEYS = RunKeys(
         more="""
     use_vllm vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_tensor_parallel_size
     vllm_max_model_length use_dora cast_lm_head_to_fp32 use_transformers_continuous_batching
-    use_transformers_paged reward_model_path
+    use_transformers_paged reward_model_path reward_model_name_or_path teacher_model_name_or_path
 """,
         either="""
     model_init_kwargs pad_to_multiple_of generation_batch_size steps_per_generation cache_implementation
-    transformers_continuous_batching_config liger_loss use_liger_loss
+    transformers_continuous_batching_config liger_loss use_liger_loss teacher_model_init_kwargs
 """,
     ),
     time=TIME | frozenset({"vllm_mode", "precompute_ref_batch_size"}),

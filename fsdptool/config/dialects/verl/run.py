@@ -6,6 +6,7 @@ offload), ``workers/actor/dp_actor.py:552``, ``utils/fsdp_utils.py:524`` (units)
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +18,40 @@ from fsdptool.source.known_models import family_of_name, layer_classes_of
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _OBJECTIVES = {"gae": "ppo"}
+_SHIPPED = frozenset([
+    "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer",
+    "dapo_megatron_trainer",
+])  # fmt: skip
+"""verl's own configurations, whose defaults the tables hold (``trainer/config``, ``recipe/dapo/config``)."""
+_SECTIONS = ("data", "model", "optim", "engine", "trainer", "algorithm", "actor_rollout_ref")
+_GROUPS = frozenset({"fsdp", "megatron", "veomni", "torchtitan", "automodel", "hf_model", "legacy_data"})
+"""verl's own groups of configurations that a section may name (``engine=megatron``)."""
+_MEGATRON = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+"""Sizes of the mesh in the section ``megatron`` (``trainer/config/engine/megatron.yaml``)."""
 
 
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
+    name = str(file.data.get("config_name", ""))
+    shipped = re.sub(r"\.ya?ml$", "", name) in _SHIPPED
     for key in ("config_path", "config_name"):
-        if key in file.data:
+        if key in file.data and not shipped:
             problem = f"{key}: {file.data[key]} is not read: what it sets is not known"
             file = replace(file, launch=replace(file.launch, problems=(*file.launch.problems, problem)))
-    if "actor_rollout_ref" in file.data:
-        return _describe_rl(file)
-    engine = "engine" in file.data or file.launch.script.endswith(".sft_trainer")
+    for key in _SECTIONS:
+        group = file.data.get(key)
+        if isinstance(group, str) and group not in _GROUPS:
+            problem = f"{key}: {group} is a group of configurations, which is not read"
+            file = replace(file, launch=replace(file.launch, problems=(*file.launch.problems, problem)))
+    script = file.launch.script.rpartition(".")[2]
+    if "actor_rollout_ref" in file.data or script.startswith("main_"):
+        return _describe_rl(file, megatron="megatron" in name)
+    engine = "engine" in file.data or script == "sft_trainer"
     return _describe_sft(file, engine)
 
 
@@ -51,6 +75,10 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     processes = file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
+    group = read.text("engine") if isinstance(read.raw("engine"), str) else None
+    if group is not None and group != "fsdp":
+        read.keys = replace(ENGINE, memory={**ENGINE.memory, "engine": None})
+        read.notes.append(f"engine: {group} is out of scope: the equivalent of FSDP2 is engine=fsdp")
     offload = read.flag(f"{config}.cpu_offload") or read.flag(f"{config}.offload_policy")
     read.use(f"{config}.offload_params")
     return read.describe(
@@ -63,7 +91,7 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
         gradient_checkpointing="full" if read.flag("model.enable_gradient_checkpointing") else "none",
         fused_loss="none",
         processes=processes,
-        fsdp=_version(read, f"{place}.strategy"),
+        fsdp=_version(read, f"{place}.strategy") if group in (None, "fsdp") else "none",
         reshard=read.flag("engine.reshard_after_forward") if engine else True,
         cpu_offload=offload,
         mesh=_mesh(read.whole("engine.fsdp_size") if engine else None, sp),
@@ -72,8 +100,11 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     )
 
 
-def _describe_rl(file: RunFile) -> DescribedRun:
+def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
     read = RunReader(file, RL)
+    megatron = megatron or read.raw("model_engine") == "megatron" or read.has(f"{_ACTOR}.megatron")
+    if megatron:
+        read.keys = replace(RL, memory={**RL.memory, "config_name": None, "model_engine": None})
     model = read.text(f"{_MODEL}.path")
     if model is None:
         read.notes.append("no model is named: verl would take ~/models/deepseek-llm-7b-chat")
@@ -103,20 +134,28 @@ def _describe_rl(file: RunFile) -> DescribedRun:
     stored = dtype_word(read.text(f"{_ACTOR}.fsdp_config.model_dtype"))
     read.use(f"{_MODEL}.use_remove_padding", f"{_ACTOR}.fsdp_config.param_offload")
     read.use(f"{_ACTOR}.fsdp_config.optimizer_offload")
+    facts = _common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), f"{_MODEL}.target_modules")
+    if megatron:
+        facts |= _megatron(read)
+    else:
+        facts |= {
+            "fsdp": _version(read, f"{_ACTOR}.strategy"),
+            "reshard": read.flag(f"{_ACTOR}.fsdp_config.reshard_after_forward"),
+            "cpu_offload": read.flag(f"{_ACTOR}.fsdp_config.offload_policy"),
+            "mesh": _mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp),
+            "gradient_checkpointing": "full"
+            if read.flag(f"{_MODEL}.enable_gradient_checkpointing")
+            else "none",
+        }
     return read.describe(
-        **_common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), f"{_MODEL}.target_modules"),
+        **facts,
         objective=_OBJECTIVES.get(estimator, estimator),
         sequence_length=prompt + response if prompt is not None and response is not None else None,
         micro_batch=micro,
-        accumulation=_accumulation(total, micro, processes, sp),
+        accumulation=_accumulation(total, micro, processes, _sharing(facts["mesh"])),
         global_batch=total,
-        gradient_checkpointing="full" if read.flag(f"{_MODEL}.enable_gradient_checkpointing") else "none",
         fused_loss="cce" if read.flag(f"{_MODEL}.use_fused_kernels") else "none",
         processes=processes,
-        fsdp=_version(read, f"{_ACTOR}.strategy"),
-        reshard=read.flag(f"{_ACTOR}.fsdp_config.reshard_after_forward"),
-        cpu_offload=read.flag(f"{_ACTOR}.fsdp_config.offload_policy"),
-        mesh=_mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp),
         steps=read.whole("trainer.total_training_steps"),
         epochs=read.number("trainer.total_epochs"),
     )
@@ -146,6 +185,29 @@ def _common(
         "compile": False,
         "wrap_classes": (*(layers or ("the model's _no_split_modules",)), "root"),
     }
+
+
+def _megatron(read: RunReader) -> dict[str, Any]:
+    """Return what Megatron's section says, whose sharding no plan has (``workers/megatron_workers.py``)."""
+    place = f"{_ACTOR}.megatron"
+    read.notes.append(f"Megatron is out of scope: the FSDP2 equivalent is {_ACTOR}.strategy=fsdp2")
+    read.inert(f"{_MODEL}.enable_gradient_checkpointing")
+    sizes = {name: read.whole(f"{place}.{key}") or 1 for name, key in _MEGATRON.items()}
+    granularity = read.text(f"{place}.override_transformer_config.recompute_granularity")
+    return {
+        "stored_dtype": dtype_word(read.text(f"{place}.dtype")) or "bf16",
+        "compute_dtype": dtype_word(read.text(f"{place}.dtype")) or "bf16",
+        "optimizer_state_bits": 32,
+        "fsdp": "none",
+        "wrap_classes": None,
+        "mesh": DescribedMesh(**sizes),
+        "gradient_checkpointing": granularity or "none",
+    }
+
+
+def _sharing(mesh: DescribedMesh) -> int:
+    """Return the ranks that share their samples."""
+    return (mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1)
 
 
 def _version(read: RunReader, key: str) -> Any:

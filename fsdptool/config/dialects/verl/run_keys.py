@@ -111,7 +111,7 @@ RL = RunKeys(
         actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward
         actor_rollout_ref.actor.entropy_from_logits_with_chunking
         """,
-        either="actor_rollout_ref.actor.router_replay",
+        either="actor_rollout_ref.actor.router_replay actor_rollout_ref.actor.megatron.*",
     ),
     time=names("actor_rollout_ref.actor.use_torch_compile"),
     no_effect=_NO_EFFECT

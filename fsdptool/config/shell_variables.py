@@ -1,0 +1,373 @@
+"""The variables of a shell script, as far as its own assignments say their values.
+
+Nothing is run. A value is known where the script assigns text, a default (``${NAME:-8}``), arithmetic or an
+array to it before its command. What a branch, a loop or another program decides stays a variable: a plan
+names it. A script is read as it is called without arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fsdptool.config.shell import enclosed, spans_of, words_of
+from fsdptool.files.tree import Node
+
+_KNOWN = {"HOME": "~", "PWD": "."}
+"""Variables of every shell, as paths that need no variable."""
+_NAME = r"[A-Za-z_]\w*"
+_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=", re.DOTALL)
+_DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_SKIPPED = frozenset({"then", "do", "time", "!"})
+_WHOLE_LIST = re.compile(
+    rf'"\$\{{({_NAME})\[[@*]\]\}}"|"?\$\{{({_NAME})\[@\]\+"?\$\{{\2\[@\]\}}"?\}}"?'
+    r'|"(?:\$[@*]|\$\{@(?::\d+)?\})"|\$[@*]|\$\{@(?::\d+)?\}'
+)
+"""A list of which each element is one word; without a name: the script's own arguments."""
+_PARAMETER = re.compile(rf"({_NAME}|\d)(?:\[(\d+|[@*])\])?(.*)", re.DOTALL)
+_PLAIN = re.compile(rf"\$({_NAME}|\d)")
+_EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
+_EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/]*)["\']?\s*\]+')
+_LONGEST = 20_000
+"""Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
+_MOST = 2_000_000
+
+Value = str | tuple[str, ...] | None
+"""A text, an array, or None for what is not known."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """A compound command: what its present branch (``scope``) and those before it assign.
+
+    ``runs`` is whether the present branch runs, None where that is not known; ``ran``: one is known to run.
+    """
+
+    kind: str
+    scope: dict[str, Value] = field(default_factory=dict)
+    before: dict[str, Value] = field(default_factory=dict)
+    runs: bool | None = None
+    ran: bool = False
+
+
+def substituted(text: str) -> str:
+    """Return a script with its variables replaced by what it assigned to them; others stay."""
+    if "$" not in text and "`" not in text:
+        return text
+    script = _Script()
+    pieces: list[str] = []
+    last, size = 0, 0
+    for start, end in spans_of(text):
+        between = text[last:start]
+        piece = script.read(text[start:end], between)
+        pieces += (between, piece)
+        last, size = end, size + len(piece)
+        if size > _MOST:
+            return text
+    return "".join((*pieces, text[last:]))
+
+
+class _Script:
+    """The variables at one place of a script."""
+
+    def __init__(self) -> None:
+        self.blocks = [_Block("script")]
+
+    def read(self, span: str, between: str) -> str:
+        """Return one command with what is known put in, and take what it assigns."""
+        if ";;" in between and self.blocks[-1].kind == "case":
+            self._branch()
+        maybe = "||" in between or "&&" in between
+        words = list(words_of(span, 0, len(span)))
+        at = self._keywords(span, words, maybe)
+        rest = words[at:]
+        declared = bool(rest) and rest[0].value in _DECLARES
+        given = [word for word in (rest[1:] if declared else rest) if not word.raw.startswith("-")]
+        if given and all(_ASSIGNMENT.match(word.raw) or declared for word in given):
+            return self._assign(span, given, maybe)
+        if rest and rest[0].value == "read":
+            for word in rest[1:]:
+                self._set(str(word.value), None)
+        return self.text(span)
+
+    def get(self, name: str) -> tuple[bool, Value]:
+        """Return whether a variable is assigned, and its value."""
+        for block in reversed(self.blocks):
+            if name in block.scope:
+                return True, block.scope[name]
+        return name in _KNOWN, _KNOWN.get(name)
+
+    def _set(self, name: str, value: Value, maybe: bool = False) -> None:
+        if maybe and self.get(name)[1] != value:
+            value = None
+        self.blocks[-1].scope[name] = value
+
+    # Compound commands
+
+    def _keywords(self, span: str, words: list[Node], maybe: bool) -> int:
+        """Follow the words that open, divide and close blocks; return how many words they are."""
+        at = 0
+        while at < len(words):
+            word = words[at].raw
+            if word in ("if", "while", "until", "case"):
+                block = _Block(word)
+                self.blocks.append(block)
+                condition = span[words[at].end :].strip()
+                if word == "if":
+                    block.runs = self._holds(condition)
+                elif "$#" in condition:
+                    block.runs = False  # it reads arguments, and there are none
+                return len(words)
+            if word == "for":
+                self._loop(words[at + 1 :])
+                return len(words)
+            if word == "{":
+                self.blocks.append(_Block("maybe" if maybe else "group"))
+            elif word in ("elif", "else"):
+                self._branch(word == "else")
+                if word == "elif":
+                    return len(words)
+            elif word in ("fi", "done", "esac", "}"):
+                self._close()
+            elif word == "then" and at == 0:
+                pass
+            elif word not in _SKIPPED:
+                if at == 0 and self.blocks[-1].kind == "if" and word in ("[", "[["):
+                    self.blocks[-1].runs = None  # a further part of the condition
+                break
+            at += 1
+        return at
+
+    def _loop(self, words: list[Node]) -> None:
+        block = _Block("for")
+        self.blocks.append(block)
+        if len(words) > 1 and words[1].value == "in":
+            listed = " ".join(self.text(word.raw) for word in words[2:])
+            values = [str(word.value) for word in words_of(listed, 0, len(listed))]
+            block.scope[str(words[0].value)] = values[0] if len(values) == 1 else None
+
+    def _branch(self, other: bool = False) -> None:
+        block = self.blocks[-1]
+        if block.runs is not False:
+            block.before |= block.scope
+        before = block.runs
+        block.ran |= before is True
+        block.scope = {}
+        block.runs = False if block.ran else True if other and before is False else None
+
+    def _close(self) -> None:
+        if len(self.blocks) == 1:
+            return
+        block = self.blocks.pop()
+        if block.runs is not False:
+            block.before |= block.scope
+        for name, value in block.before.items():
+            certain = block.kind == "group" or block.ran or block.runs is True
+            self.blocks[-1].scope[name] = value if certain or self.get(name)[1] == value else None
+
+    def _holds(self, condition: str) -> bool | None:
+        """Return whether a simple condition holds, or None."""
+        empty = _EMPTY.fullmatch(condition)
+        if empty is not None:
+            assigned, value = self.get(empty.group(2))
+            if assigned and value is None:
+                return None
+            return (not value) == (empty.group(1) == "z")
+        equal = _EQUAL.fullmatch(condition)
+        value = self.get(equal.group(1))[1] if equal is not None else None
+        if equal is None or value is None or "$" in value:
+            return None
+        return (value == equal.group(3)) == (equal.group(2) != "!=")
+
+    # Assignments
+
+    def _assign(self, span: str, words: list[Node], maybe: bool) -> str:
+        """Take assignments; return them with their values as one quoted word each."""
+        pieces: list[str] = []
+        last = 0
+        for word in words:
+            match = _ASSIGNMENT.match(word.raw)
+            if match is None:
+                continue
+            name, raw = match.group(1), word.raw[match.end() :]
+            value = self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self._value(raw)
+            if match.group(2):
+                value = _joined(self.get(name)[1], value)
+            if value is not None and sum(map(len, value)) > _LONGEST:
+                value = None
+            self._set(name, value, maybe)
+            if isinstance(value, str) and "$" not in value:
+                pieces += (span[last : word.start], f"{name}={shlex.quote(value)}")
+                last = word.end
+        return "".join((*pieces, span[last:]))
+
+    def _value(self, raw: str) -> Value:
+        text = self.text(raw, splits=False)
+        if "$(" in text or "`" in text:
+            return None
+        return "".join(str(word.value) for word in words_of(text, 0, len(text)))
+
+    def _array(self, raw: str) -> Value:
+        text = self.text(raw)
+        if "$(" in text or "`" in text:
+            return None
+        return tuple(str(word.value) for word in words_of(text, 0, len(text)))
+
+    # What stands for a value
+
+    def text(self, raw: str, *, splits: bool = True) -> str:
+        """Return shell text in which what is known stands for variables."""
+        if "$" not in raw and "`" not in raw:
+            return raw
+        return "".join(self._pieces(raw, splits))
+
+    def _pieces(self, raw: str, splits: bool) -> Iterator[str]:
+        index, double = 0, False
+        while index < len(raw):
+            character = raw[index]
+            listed = _WHOLE_LIST.match(raw, index) if not double and character in '"$' else None
+            if listed is not None:
+                known = self._list(listed.group(1) or listed.group(2))
+                yield listed.group() if known is None else " ".join(map(shlex.quote, known))
+                index = listed.end()
+            elif character == "\\":
+                yield raw[index : index + 2]
+                index += 2
+            elif character == "'" and not double:
+                end = raw.find("'", index + 1) + 1 or index + 1
+                yield raw[index:end]
+                index = end
+            elif character == "#" and not double and (index == 0 or raw[index - 1].isspace()):
+                end = raw.find("\n", index)
+                yield raw[index : end if end >= 0 else len(raw)]
+                index = end if end >= 0 else len(raw)
+            elif character in "$`":
+                end, value = self._expansion(raw, index)
+                yield raw[index:end] if value is None else _quoted(value, double, splits)
+                index = end
+            else:
+                double ^= character == '"'
+                yield character
+                index += 1
+
+    def _list(self, name: str | None) -> tuple[str, ...] | None:
+        """Return an array; the script's own arguments, which have no name, are none."""
+        if name is None:
+            return ()
+        value = self.get(name)[1]
+        return (value,) if isinstance(value, str) else value
+
+    def _expansion(self, raw: str, index: int) -> tuple[int, str | None]:
+        """Return where an expansion ends, and its value; None: it is not known."""
+        if raw[index] == "`":
+            end = raw.find("`", index + 1) + 1 or index + 1
+            return end, _folder(raw[index:end])
+        following = raw[index + 1 : index + 2]
+        if following in ("(", "{"):
+            closed = enclosed(raw, index + 1, len(raw))
+            if closed is None:
+                return index + 1, None
+            inner = raw[index + 2 : closed - 1]
+            if following == "{":
+                return closed, self._parameter(inner)
+            if inner.startswith("(") and inner.endswith(")"):
+                return closed, self._arithmetic(inner[1:-1])
+            return closed, _folder(raw[index:closed])
+        plain = _PLAIN.match(raw, index)
+        if plain is None:
+            return index + 1, None
+        return plain.end(), _first(self.get(plain.group(1))[1])
+
+    def _parameter(self, inner: str) -> str | None:
+        match = _PARAMETER.fullmatch(inner)
+        if match is None:
+            return None
+        name, place, rest = match.groups()
+        assigned, value = self.get(name)
+        if place is not None and not isinstance(value, str):
+            listed = value or ()
+            value = listed[int(place)] if place.isdecimal() and int(place) < len(listed) else None
+        value = _first(value)
+        if not rest:
+            return value
+        if assigned and value is None:
+            return None
+        operator = re.match(r":?[-=?+]", rest)
+        if operator is None:
+            return value.rpartition("/")[2] if value is not None and rest == "##*/" else None
+        empty = not value if rest.startswith(":") else value is None
+        if operator.group()[-1] == "+":
+            return "" if empty else self._word(rest[operator.end() :])
+        if not empty:
+            return value
+        if operator.group()[-1] == "?":
+            return None
+        found = self._word(rest[operator.end() :])
+        if operator.group()[-1] == "=":
+            self._set(name, found)
+        return found
+
+    def _word(self, raw: str) -> str | None:
+        value = self._value(raw)
+        return value if isinstance(value, str) else None
+
+    def _arithmetic(self, expression: str) -> str | None:
+        """Return a whole number that ``$((...))`` computes, or None."""
+        text = self.text(expression).replace("/", "//")
+        if len(text) > 200:
+            return None
+        try:
+            number = self._number(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
+            return None
+        return str(number) if abs(number) < 1e18 else None
+
+    def _number(self, node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(_first(self.get(node.id)[1]) or "")
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._number(node.operand)
+        if isinstance(node, ast.BinOp):
+            left, right = self._number(node.left), self._number(node.right)
+            match node.op:
+                case ast.Add():
+                    return left + right
+                case ast.Sub():
+                    return left - right
+                case ast.Mult():
+                    return left * right
+                case ast.FloorDiv():
+                    return left // right
+                case ast.Mod():
+                    return left % right
+        raise ValueError("not arithmetic of whole numbers")
+
+
+def _first(value: Value) -> str | None:
+    """Return a text; an array without a place is its first element."""
+    return value[0] if isinstance(value, tuple) and value else value if isinstance(value, str) else None
+
+
+def _joined(old: Value, new: Value) -> Value:
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return (*old, *new)
+    return old + new if isinstance(old, str) and isinstance(new, str) else new if old == () else None
+
+
+def _folder(substitution: str) -> str | None:
+    """Return ``.`` for the ways in which scripts ask for the folder that they are in."""
+    return "." if re.search(r"\bpwd\b|\bdirname\b.*(?:\$0|BASH_SOURCE)", substitution) else None
+
+
+def _quoted(value: str, double: bool, splits: bool) -> str:
+    """Return text that a shell reads as the value: within double quotes, as words, or as one word."""
+    if double:
+        return re.sub(r'(["\\`])', r"\\\1", value)
+    blank = " " if splits else r"\\ "
+    escaped = re.sub(r"([^\w\s./:=,@%+\-\[\]{}~$^*?!])", r"\\\1", value)
+    return re.sub(r"\s+", blank, escaped)
