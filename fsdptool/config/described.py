@@ -36,6 +36,17 @@ _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
 _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
 _STAND_INS = (1, 2, True, False, "float32", "bfloat16", "eager", "sdpa", "adamw_8bit", "muon", "selective")
 """What stands in turn for a value that cannot be read, to find the facts that change with it."""
+_SHIPPED = re.compile(
+    r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|multi_gpu|ddp|single_gpu)\.ya?ml$"
+)
+"""Files of TRL 1.16 (``trl/accelerate_configs``), alignment-handbook and open-r1 that say the same."""
+_TRAINS = re.compile(r"train|tun(?:e|ing)|sft|dpo|grpo|orpo|kto|rloo|ppo|gkd|reward|(?:^|_)run(?:_|$)|^main$")
+"""What the name of a script that trains contains."""
+_OTHER_WORK = re.compile(
+    r"(?:^|_)(?:infer|inference|eval\w*|merge\w*|export|generat\w+|preprocess\w*|prepare\w*|serve\w*|deploy|chat"
+    r"|convert\w*|quanti[sz]e\w*|rollout|predict\w*|benchmark\w*|upload\w*|download\w*|vllm_serve)(?:_|$)"
+)
+"""What the name of a script contains that uses a model, or prepares data, and does not train."""
 _SINGLE = frozenset(
     {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
 )
@@ -231,16 +242,21 @@ def _of_command(
     environment = {str(e.key): str(e.node.value) for e in (assigned.entries if assigned is not None else ())}
     for command in find_commands(text) or (parse_command(text),):
         launch, words = _launch(text, command, files, environment)
+        script = launch.script.rpartition(".")[2].lower()
+        if _OTHER_WORK.search(script) and not _TRAINS.search(script):
+            continue
         data, overrides, positional = _arguments(words)
         names = frozenset((*data, *(key for key, _ in overrides)))
         reader = _chosen({form: form.starts(launch, names) for form in run_formats()}, program, None)
-        if reader is None:
-            continue
         flags = (key for key in _CONFIG_FLAGS if isinstance(data.get(key), str))
         named = next((data.pop(key) for key in flags), None)
         named = named or next((word for word in positional if _is_file(word)), None)
         if named is None and launch.program == "torchtitan":
             named = environment.get("CONFIG_FILE")
+        if reader is None and named is not None and _TRAINS.search(script):
+            reader = _of_named(files, str(named), program)
+        if reader is None:
+            continue
         base: dict[str, Any] = {}
         unread = None
         if named is not None:
@@ -263,6 +279,18 @@ def _of_command(
             added=tuple(found.group(1) for found in map(_ADDED.match, words) if found is not None),
         )
     return None
+
+
+def _of_named(files: NamedFiles, name: str, program: str | None) -> RunFormat | None:
+    """Return the program whose run a file describes that a script of another name is given."""
+    try:
+        source = files.read(name)
+        root = parse_source(source, None).root if not isinstance(source, str) else None
+    except (UnreadableError, ParseError):
+        return None
+    if root is None or root.kind != "map":
+        return None
+    return _chosen({form: form.describes(root) for form in run_formats()}, program, name)
 
 
 def _chosen(scores: Mapping[RunFormat, float], program: str | None, path: str | None) -> RunFormat | None:
@@ -407,12 +435,24 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
     named = flags.get("config_file")
     if named is not None:
         read = _beside(files, str(named))
+        if not isinstance(read, dict):
+            read = _shipped(str(named))
         if isinstance(read, dict):
             data = read
         else:
             said = f"accelerate's file {named} is not read: what it sets is not known"
             launch = replace(launch, unread=str(named), problems=(said,))
     return _settings(launch, flags, data, named is not None)
+
+
+def _shipped(name: str) -> dict[str, Any] | None:
+    """Return what an accelerate file says that TRL and projects around it ship, or None."""
+    found = _SHIPPED.search(name)
+    if found is None:
+        return None
+    kind = "DEEPSPEED" if found.group(1).startswith("zero") else "MULTI_GPU"
+    one = found.group(1) == "single_gpu"
+    return {"distributed_type": kind, "mixed_precision": "bf16", "num_processes": 1 if one else 8}
 
 
 def _merged(launch: Launch, other: Launch) -> Launch:

@@ -25,8 +25,8 @@ _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
 _ARRAY = re.compile(r"\w\+?=$")
 _ESCAPED = re.compile(r"\\([\"\\`])")
 """What a backslash escapes within double quotes."""
-_BRACKET = 20_000
-"""Characters between brackets at most: a bracket that is never closed is one character."""
+_BRACKET, _DEEPEST = 20_000, 30
+"""Characters between brackets, and brackets within brackets, at most: others are text."""
 _LIMIT = 5000
 MOST = 50
 _NEST = 4
@@ -70,6 +70,7 @@ _COMMANDS = {
     "litgpt": ("pretrain", "finetune", "finetune_full", "finetune_lora"),
 }
 """Programs with commands of their own, and those that train."""
+_CONFIGURES = re.compile(r"\.ya?ml$")
 _ALONE = frozenset({"torchrun", "accelerate-launch", "deepspeed", "composer", "launch_torchtitan"})
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?(?:\.exe)?")
 _PYTHON_VARIABLE = re.compile(r"\$\{?\w*PY(?:THON)?(?:_?(?:BIN|EXE|PATH|CMD))?\}?", re.IGNORECASE)
@@ -82,9 +83,9 @@ _NOT_RUN = frozenset([
 """What mentions the name of a program without starting it."""
 _HINT = re.compile(
     r"\b(?:accelerate|torchrun|deepspeed|python\d*|axolotl|llamafactory-cli|lmf|trl|tune|swift|megatron"
-    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|run_train\.sh)\b"
+    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|uv|run_train\.sh)\b"
 )
-_NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"|'""")
+_NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"(?!\$)|'""")
 """How YAML, JSON and TOML begin, and no shell script does."""
 
 
@@ -296,6 +297,8 @@ def enclosed(text: str, index: int, end: int) -> int | None:
         index += 1
         if depth == 0:
             return index
+        if depth > _DEEPEST:
+            break
     return None
 
 
@@ -379,6 +382,16 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
         option = at > 0 and words[at - 1].raw.startswith("-")  # ``srun --job-name test torchrun ...``
         if name in _NOT_RUN and not option and (after is None or after.value != "run"):
             return None
+        if name == "automodel" and after is not None and _CONFIGURES.search(str(after.value)):
+            return _parsed(text, Command(name, "", word.start, end), word.end)
+        if name == "uv" and after is not None and after.value == "run":
+            script = next((item for item in words[at + 2 :] if str(item.value).endswith(".py")), None)
+            begun = zip(words[at + 1 :], words[at + 2 : words.index(script)], strict=False) if script else ()
+            others = (
+                _HINT.fullmatch(_base(item)) and not before.raw.startswith("-") for before, item in begun
+            )
+            if script is not None and not any(others):
+                return _parsed(text, Command("python", "", word.start, end, script=script), script.end)
         if name in _ALONE and (after is not None or name == "torchrun"):
             program = "accelerate" if name == "accelerate-launch" else name
             return _parsed(text, Command(program, "", word.start, end), word.end)

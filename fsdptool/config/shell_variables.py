@@ -34,6 +34,7 @@ _EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/
 _LONGEST = 20_000
 """Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
 _MOST = 2_000_000
+"""Characters of a script, and of what becomes of it: a longer one stays as it is."""
 
 Value = str | tuple[str, ...] | None
 """A text, an array, or None for what is not known."""
@@ -55,7 +56,7 @@ class _Block:
 
 def substituted(text: str) -> str:
     """Return a script with its variables replaced by what it assigned to them; others stay."""
-    if "$" not in text and "`" not in text:
+    if ("$" not in text and "`" not in text) or len(text) > _MOST:
         return text
     script = _Script()
     pieces: list[str] = []
@@ -206,13 +207,13 @@ class _Script:
 
     def _value(self, raw: str) -> Value:
         text = self.text(raw, splits=False)
-        if "$(" in text or "`" in text:
+        if _runs(text):
             return None
         return "".join(str(word.value) for word in words_of(text, 0, len(text)))
 
     def _array(self, raw: str) -> Value:
         text = self.text(raw)
-        if "$(" in text or "`" in text:
+        if _runs(text):
             return None
         return tuple(str(word.value) for word in words_of(text, 0, len(text)))
 
@@ -346,6 +347,12 @@ class _Script:
                 case ast.Mod():
                     return left % right
         raise ValueError("not arithmetic of whole numbers")
+
+
+def _runs(text: str) -> bool:
+    """Whether text starts a command whose output is not known."""
+    bare = re.sub(r"""\\.|'[^']*'|"'+\"""", "", text, flags=re.DOTALL)
+    return "$(" in bare or "`" in bare
 
 
 def _first(value: Value) -> str | None:

@@ -35,6 +35,12 @@ def describe(file: RunFile) -> DescribedRun:
     sharded = place != "ddp" and read.text(f"{place}.strategy") not in ("ddp", "megatron_fsdp")
     micro, total, accumulation = _batch(read, mesh, processes)
     optimizer, bits = _optimizer(read, stored)
+    if optimizer is None and diffusion and isinstance(read.raw("optim"), dict):
+        read.use("optim.learning_rate", "optim.optimizer")
+        optimizer, bits = "adamw", state_bits("adamw", stored)
+        read.notes.append(
+            f"optim is the form of older versions: {KEYS.version} stops at it and reads optimizer"
+        )
     compute = dtype_word(read.text("model.compute_dtype")) or "bf16" if diffusion else "bf16"
     length = None if diffusion else _length(read)
     packed = (read.whole("packed_sequence.packed_sequence_size") or 0) > 0
@@ -57,7 +63,7 @@ def describe(file: RunFile) -> DescribedRun:
         global_batch=total,
         optimizer=optimizer,
         optimizer_state_bits=bits,
-        gradient_checkpointing="full" if read.flag(f"{place}.activation_checkpointing") else "none",
+        gradient_checkpointing=_checkpointing(read, place),
         attention=_attention(read, diffusion),
         fused_loss="cce" if "FusedLinear" in (read.text("loss_fn._target_") or "") else "none",
         compile=read.flag("compile.enabled") or read.flag(f"{place}.enable_compile"),
@@ -72,6 +78,20 @@ def describe(file: RunFile) -> DescribedRun:
     )
 
 
+def _checkpointing(read: RunReader, place: str) -> str:
+    """Return what is recomputed; older files say it elsewhere (``parallelizer``, ``distributed_config``)."""
+    keys = (
+        f"{place}.activation_checkpointing",
+        "parallelizer.activation_checkpointing",
+        "distributed_config.activation_checkpointing",
+        "model.do_gradient_checkpointing",
+    )
+    for key in keys:
+        if str(read.raw(key)).lower() in ("selective", "full"):
+            return str(read.value(key)).lower()
+    return "full" if read.flag(*keys) else "none"
+
+
 def _size(read: RunReader, key: str) -> int | None:
     """Return a size of the mesh; the text ``none`` is what follows from the others."""
     value = read.value(key)
@@ -83,6 +103,8 @@ def _mesh(read: RunReader, place: str) -> tuple[DescribedMesh, int | None]:
     read.use(f"{place}.strategy", f"{place}.sequence_parallel", f"{place}.pipeline.pp_schedule")
     tp, cp, pp, ep = (_size(read, f"{place}.{name}_size") or 1 for name in ("tp", "cp", "pp", "ep"))
     launched = read.file.launch.processes
+    if launched is None and read.file.launch.program == "automodel":
+        launched = read.whole("nproc_per_node")
     if place == "ddp":
         return DescribedMesh(dp_replicate=-1, dp_shard=1), launched
     replicas = _size(read, f"{place}.dp_replicate_size") or 1
@@ -137,6 +159,8 @@ def _objective(read: RunReader, diffusion: bool) -> str:
         return "distillation"
     if "SequenceClassification" in recipe or "SeqCls" in recipe:
         return "classification"
+    if "Biencoder" in (read.text("model._target_") or "") or "BiEncoder" in recipe:
+        return "contrastive"
     from_config = (read.text("model._target_") or "").endswith("from_config")
     return "pretrain" if from_config and not read.flag("model.load_base_model") else "sft"
 
@@ -145,7 +169,9 @@ def _length(read: RunReader) -> int | None:
     packed = read.whole("packed_sequence.packed_sequence_size")
     if packed:
         return packed
-    length = read.whole("dataset.seq_length", "dataset.seq_len", "dataset.max_length")
+    length = read.whole(
+        "dataset.seq_length", "dataset.seq_len", "dataset.max_length", "dataloader.collate_fn.p_max_len"
+    )
     if length is None:
         read.notes.append("no length is given: samples are padded to the longest of their micro-batch")
     return length

@@ -35,6 +35,7 @@ KEYS = RunKeys(
         fsdp.enable_fsdp2_prefetch distributed.enable_fsdp2_prefetch
         fsdp.fsdp2_backward_prefetch_depth fsdp.fsdp2_forward_prefetch_depth
         optimizer.master_weights optimizer.store_param_remainders teacher_model kd_ratio qat ema
+        train_n_passages dataloader.dataset.train_n_passages
         """,
         either="""
         model.backend.linear model.backend.rms_norm model.backend.experts model.backend.dispatcher
@@ -61,6 +62,9 @@ KEYS = RunKeys(
     model.config.language_model_only model.backend.* model.config.trust_remote_code
     model.load_base_model quantization.* packed_sequence.packing_strategy packed_sequence.*
     distributed.* fsdp.* ddp.* data.* freeze_config.* fp8.* compile.* logging logging.*
+    autopipeline autopipeline.* parallelizer parallelizer.* distributed_config distributed_config.*
+    autocast autocast.* model.force_hf optim optim.* eval_negative_size temperature model.share_encoder
+    model.add_linear_pooler model.out_dimension model.pooling model.l2_normalize tokenizer tokenizer.*
     flow_matching launcher slurm slurm.* k8s k8s.* model.is_meta_device model.name_or_path
     """),
     unknown="dropped",

@@ -18,6 +18,13 @@ _SCRIPT = re.compile(
 )
 
 
+_OWN = frozenset([
+    "instance_data_dir", "instance_prompt", "train_data_dir", "resolution", "mixed_precision",
+    "max_train_steps", "train_batch_size", "class_data_dir", "output_dir", "lr_scheduler",
+])  # fmt: skip
+"""Flags of nearly every script: a copy may have a model of its own by default."""
+
+
 class Diffusers(RunFormat):
     """``accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path ...``."""
 
@@ -29,10 +36,13 @@ class Diffusers(RunFormat):
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of one of diffusers' scripts, or of a copy."""
-        if "pretrained_model_name_or_path" not in names or names & {"model_family", "network_module"}:
+        if names & {"model_family", "network_module"}:
             return 0.0
+        named = "pretrained_model_name_or_path" in names
         if _SCRIPT.search(launch.script):
-            return 1.0
+            return 1.0 if named else 0.95 if len(names & _OWN) > 2 else 0.0
+        if not named:
+            return 0.0
         return (
             0.92
             if len(names & {"train_batch_size", "resolution", "instance_data_dir", "train_data_dir"}) > 1

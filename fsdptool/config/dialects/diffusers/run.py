@@ -7,11 +7,12 @@ base and adapters), ``train_dreambooth_flux.py:1173`` (fp32 weights),
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.diffusers.run_keys import BATCHES, EPOCHS, KEYS, TARGETS
+from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, EPOCHS, KEYS, TARGETS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
 
 
 def describe(file: RunFile) -> DescribedRun:
@@ -25,6 +26,7 @@ def describe(file: RunFile) -> DescribedRun:
     compute = dtype_word(precision or "no") if known else None
     base = compute if adapter else None
     stored = ("fp32" if compute == "fp16" else compute) if adapter else "fp32"
+    beside = any(word in script for word in BESIDE)
     micro = read.whole("train_batch_size") if read.has("train_batch_size") else _batch(read, script)
     accumulation = read.whole("gradient_accumulation_steps")
     processes = launch.processes if launch.processes and not read.has("gpu_ids") else None
@@ -39,14 +41,14 @@ def describe(file: RunFile) -> DescribedRun:
         optimizer = "adamw8bit"
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)
-    return read.describe(
+    run = read.describe(
         model=read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path"),
         method="lora" if adapter else "full",
         lora_rank=read.whole("rank") if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read, script) if adapter else None,
         ema=read.flag("use_ema"),
-        base_dtype=base,
+        base_dtype=compute if beside else base,
         quantisation="none",
         stored_dtype=stored,
         compute_dtype=compute,
@@ -71,6 +73,16 @@ def describe(file: RunFile) -> DescribedRun:
         steps=steps,
         epochs=epochs,
         **_sizes(read, script),
+    )
+    if not beside:
+        return run
+    keys = run.keys
+    trained = UnmodelledKey(f"{script}.py", "memory")
+    note = f"{script}.py trains a network beside the model, which stays frozen: that network is not planned"
+    return replace(
+        run,
+        keys=replace(keys, not_modelled=(*keys.not_modelled, trained)),
+        notes=(*run.notes, note),
     )
 
 

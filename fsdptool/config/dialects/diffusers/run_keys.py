@@ -60,9 +60,16 @@ TARGETS = {
         "attn.add_v_proj", "attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj",
         "ff_context.net.2",
     ),
+    "sd3": (
+        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k",
+        "attn.to_out.0", "attn.to_q", "attn.to_v",
+    ),
+    "sana": ("to_k", "to_q", "to_v"),
     "": ("to_k", "to_q", "to_v", "to_out.0"),
 }  # fmt: skip
 """Part of a script's name, and the modules that it adapts; the first that fits counts."""
 EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1}
+BESIDE = ("controlnet", "t2i_adapter", "ip_adapter", "textual_inversion", "custom_diffusion", "lcm_distill")
+"""Parts of the names of scripts that train something beside the model, and keep that frozen."""
 BATCHES = {"text_to_image": 16}
 """Part of a script's name, and its default where that differs."""

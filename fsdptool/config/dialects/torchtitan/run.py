@@ -88,9 +88,15 @@ def _mesh(read: RunReader) -> DescribedMesh:
         return read.whole(*keys) or 1
 
     return DescribedMesh(
-        dp_replicate=size("parallelism.data_parallel_replicate_degree"),
-        dp_shard=size("parallelism.data_parallel_shard_degree", "training.data_parallel_degree"),
-        cp=size("parallelism.context_parallel_degree"),
+        dp_replicate=size(
+            "parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree"
+        ),
+        dp_shard=size(
+            "parallelism.data_parallel_shard_degree",
+            "training.data_parallel_shard_degree",
+            "training.data_parallel_degree",
+        ),
+        cp=size("parallelism.context_parallel_degree", "experimental.context_parallel_degree"),
         tp=size("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree"),
         ep=size("parallelism.expert_parallel_degree"),
         pp=size("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree"),

@@ -35,7 +35,7 @@ KEYS = RunKeys(
     },
     memory=sides(
         less="""
-        model.converters quantize.linear.float8.enable_fsdp_float8_all_gather
+        float8.enable_float8_linear model.converters quantize.linear.float8.enable_fsdp_float8_all_gather
         optimizer.early_step_in_backward activation_checkpoint.memory_budget
         """,
         more="validation.enable parallelism.disable_loss_parallel profiling.enable_memory_snapshot",

@@ -134,11 +134,11 @@ class Trainer(Dialect):
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of a script with TrainingArguments."""
         own = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "per_device_eval_batch_size"}
-        from fsdptool.config.dialects.trainer.run_keys import SCRIPTS
+        from fsdptool.config.dialects.trainer.run_keys import script_of
 
-        known = "model_name_or_path" in names and bool(names & own)
-        if known and launch.script.rpartition(".")[2] in SCRIPTS:
+        if names & own and script_of(launch.script) is not None:
             return 0.97
+        known = "model_name_or_path" in names and bool(names & own)
         return (
             0.91 if known and launch.program in ("python", "torchrun", "accelerate", "deepspeed", "") else 0.0
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
-from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD, SCRIPTS
+from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD, SCRIPTS, script_of
 from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
@@ -27,12 +27,14 @@ _EAGER = ("bloom",)
 
 def describe(file: RunFile) -> DescribedRun | None:
     """Return the run of a script that takes TrainingArguments; None where it is told not to train."""
-    script = file.launch.script.rpartition(".")[2]
-    if script in SCRIPTS and _only_evaluates(file.data):
+    known = script_of(file.launch.script)
+    if known is not None and _only_evaluates(file.data):
         return None
     old = any(key in file.data for key in _OF_4)
     read = RunReader(file, replace(KEYS, version=file.version or (OLD if old else KEYS.version)))
     model = read.text("model_name_or_path")
+    if model is None and known is not None and known.model is not None:
+        model = read.default("model_name_or_path", known.model, "examples/pytorch: ModelArguments")
     common = arguments(read, old=old)
     if model is None:
         read.notes.append("a file of arguments alone names no model, no length and no method")
@@ -75,7 +77,9 @@ def _bits_alone(common: Mapping[str, Any]) -> int | None:
 
 def _adapter(read: RunReader) -> dict[str, Any]:
     """Return the method, by the flags that scripts with peft share (alpaca-lora, FastChat's train_lora)."""
-    if not (read.flag("use_lora") or read.flag("use_peft") or read.flag("lora_enable")):
+    if not (
+        read.flag("use_lora") or read.flag("use_peft") or read.flag("lora_enable") or read.flag("apply_lora")
+    ):
         return {"method": "full", "quantisation": "none"}
     four = read.flag("load_in_4bit") or read.flag("q_lora") or read.whole("bits") == 4
     return {
@@ -89,7 +93,7 @@ def _adapter(read: RunReader) -> dict[str, Any]:
 def _texts(read: RunReader, script: str) -> dict[str, Any]:
     """Return the length, how rows are filled, and the objective of a script's texts."""
     name = script.rpartition(".")[2]
-    known = SCRIPTS.get(name)
+    known = script_of(script)
     if known is None and ("run_clm" in name or read.has("block_size")):
         known = SCRIPTS["run_clm"]
     if known is None and read.has("train_file") and not any(map(read.has, _LENGTHS)):
@@ -103,7 +107,7 @@ def _texts(read: RunReader, script: str) -> dict[str, Any]:
     length = read.whole(known.key) if known.key is not None else None
     if length is None and known.length is not None and known.key is not None:
         length = read.default(known.key, known.length, f"examples/pytorch {name}.py; {_CUT}")
-    elif length is None:
+    elif length is None and not known.pictures:
         read.notes.append("the length of samples is that of the data: give --seq-len")
     read.use("max_target_length", "pad_to_max_length", "line_by_line")
     joined = known.packing and not read.flag("line_by_line")

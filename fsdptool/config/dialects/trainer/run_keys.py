@@ -6,6 +6,7 @@ hold.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -84,10 +85,12 @@ class Script(NamedTuple):
 
     Attributes:
         objective: What is minimised.
-        key: The flag of its length in tokens; None: its samples are no texts.
+        key: The flag of its length in tokens; None: its samples are not texts.
         length: Its default, or None: the longest sample of a batch.
         packing: Whether texts are joined and cut into full rows.
         padded: Whether every row is padded to the length unless ``--pad_to_max_length`` is false.
+        pictures: Whether samples are pictures, whose size the model's processor decides.
+        model: The model without ``--model_name_or_path``.
     """
 
     objective: str
@@ -95,8 +98,11 @@ class Script(NamedTuple):
     length: int | None = None
     packing: bool = False
     padded: bool = False
+    pictures: bool = False
+    model: str | None = None
 
 
+_VIT = "google/vit-base-patch16-224-in21k"
 SCRIPTS = {
     "run_clm": Script("pretrain", "block_size", 1024, packing=True),
     "run_fim": Script("pretrain", "block_size", 1024, packing=True),
@@ -115,14 +121,22 @@ SCRIPTS = {
     "run_speech_recognition_ctc_adapter": Script("sft"),
     "run_speech_recognition_seq2seq": Script("sft"),
     "run_audio_classification": Script("classification"),
-    "run_image_classification": Script("classification"),
-    "run_semantic_segmentation": Script("segmentation"),
-    "run_object_detection": Script("detection"),
-    "run_mae": Script("pretrain"),
-    "run_mim": Script("pretrain"),
+    "run_image_classification": Script("classification", pictures=True, model=_VIT),
+    "run_semantic_segmentation": Script("segmentation", pictures=True, model="nvidia/mit-b0"),
+    "run_object_detection": Script("detection", pictures=True, model="facebook/detr-resnet-50"),
+    "run_mae": Script("pretrain", pictures=True),
+    "run_mim": Script("pretrain", pictures=True),
     "run_clip": Script("contrastive", "max_seq_length", 128, padded=True),
 }
 """transformers' ``examples/pytorch/*/run_*.py`` (5.24.0) that use Trainer: ``DataTrainingArguments``."""
+
+
+def script_of(name: str) -> Script | None:
+    """Return the example that a script is, or is a copy of by its name (``2b_run_glue``)."""
+    last = name.rpartition(".")[2]
+    found = [word for word in SCRIPTS if re.search(rf"(?:^|_){word}(?:_|$)", last)]
+    return SCRIPTS[max(found, key=len)] if found else None
+
 
 KEYS = RunKeys(
     program="trainer",
@@ -133,7 +147,8 @@ KEYS = RunKeys(
         less="""
         freeze_feature_encoder freeze_feature_extractor freeze_encoder freeze_base_model freeze_vision_model
         freeze_text_model
-        """
+        """,
+        either="peft_type train_adapter adapter_config apply_adapter apply_sparse",
     ),
     time=TIME,
     numbers=NUMBERS

@@ -139,7 +139,9 @@ def _quantisation(read: RunReader, base: str, old: bool) -> str:
 def _objective(read: RunReader) -> str:
     """Return the trainer: the command, else what only one trainer reads."""
     launch = read.file.launch
-    for word in (launch.verb, launch.script.rpartition(".")[2]):
+    script = launch.script.rpartition(".")[2]
+    whole = next((word for word in _OBJECTIVES if "_" in word and word in script), "")
+    for word in (launch.verb, script, whole, *script.split("_")):
         if word in _OBJECTIVES:
             return word
     if read.has("num_generations") or read.has("reward_funcs") or read.has("max_completion_length"):

@@ -75,8 +75,8 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     processes = file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
-    group = read.text("engine") if isinstance(read.raw("engine"), str) else None
-    if group is not None and group != "fsdp":
+    group = read.raw("engine") if isinstance(read.raw("engine"), str) else None
+    if group not in (None, "fsdp"):
         read.keys = replace(ENGINE, memory={**ENGINE.memory, "engine": None})
         read.notes.append(f"engine: {group} is out of scope: the equivalent of FSDP2 is engine=fsdp")
     offload = read.flag(f"{config}.cpu_offload") or read.flag(f"{config}.offload_policy")

@@ -1,0 +1,239 @@
+"""Scripts and files as people write them: which command trains, what it is started with, what it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.files.text import SourceText
+from fsdptool.records.described_run import DescribedRun
+
+AXOLOTL = """
+base_model: org/Llama-3.1-8B
+adapter: lora
+lora_target_linear: true
+lora_r: 8
+datasets: [{path: a, type: alpaca}]
+learning_rate: 1e-4
+"""
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: Qwen/Qwen3-4B
+step_scheduler: {global_batch_size: 32, local_batch_size: 2}
+distributed: {strategy: fsdp2}
+dataset: {seq_length: 512}
+"""
+TRL = """
+model_name_or_path: org/Qwen3-4B
+dataset_name: d
+beta: 0.1
+max_length: 512
+per_device_train_batch_size: 2
+output_dir: o
+"""
+
+
+def described(text: str) -> DescribedRun:
+    """Return the run of a text, which is one."""
+    run = describe_run(SourceText(text))
+    assert run is not None
+    return run
+
+
+def script(folder: Path, text: str) -> DescribedRun | None:
+    """Return the run of a script beside three training files."""
+    for name, content in (("axolotl.yml", AXOLOTL), ("automodel.yaml", AUTOMODEL), ("trl.yaml", TRL)):
+        (folder / name).write_text(content)
+    path = folder / "run.sh"
+    path.write_text(text)
+    return describe_path(path)
+
+
+def test_the_facts_are_those_of_the_values_that_a_script_assigns() -> None:
+    run = described("""
+PY=${PY:-python3}
+MODEL=${MODEL:-Qwen/Qwen3-8B}
+LEN=$((1024 * 2))
+ACTOR=(
+    actor_rollout_ref.actor.strategy=fsdp2   # the second version
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+    actor_rollout_ref.actor.ppo_mini_batch_size=16
+)
+ray job submit --working-dir . -- "$PY" -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.max_prompt_length=512 data.max_response_length=$((LEN - 512)) \\
+    actor_rollout_ref.rollout.max_num_batched_tokens=$((LEN * 4)) \\
+    actor_rollout_ref.model.path="$MODEL" "${ACTOR[@]}" \\
+    +actor_rollout_ref.model.override_config.attention_dropout=0. +own_switch=1 \\
+    actor_rollout_ref.rollout.n=4 trainer.nnodes=2 trainer.total_epochs=3 "$@"
+""")
+    assert (run.model, run.family, run.objective, run.fsdp) == ("Qwen/Qwen3-8B", "qwen3:8b", "grpo", 2)
+    assert (run.sequence_length, run.micro_batch, run.global_batch, run.processes) == (2048, 2, 64, 16)
+    assert (run.epochs, run.problems) == (3.0, ())
+
+
+def test_megatron_is_out_of_scope_and_its_mesh_is_told() -> None:
+    run = described(
+        "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer actor_rollout_ref.model.path=a/b"
+        " actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 trainer.nnodes=2"
+        " actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 data.train_batch_size=8"
+        " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+        " actor_rollout_ref.actor.ppo_mini_batch_size=8\n"
+    )
+    assert (run.fsdp, run.mesh.tp, run.mesh.pp, run.accumulation) == ("none", 4, 2, 4)
+    assert any("Megatron is out of scope" in note for note in run.notes)
+    assert "config_name" in {item.key for item in run.keys.not_modelled if item.changes == "memory"}
+
+
+def test_a_trainer_of_reinforcement_is_one_without_its_keys() -> None:
+    run = described("poetry run python -m verl.trainer.main_ppo data=my_group trainer.nnodes=1\n")
+    assert run.objective == "ppo"
+    assert run.problems[0] == "data: my_group is a group of configurations, which is not read"
+    sft = described(
+        "torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer engine=megatron model.path=a/b\n"
+    )
+    assert (sft.fsdp, [item.key for item in sft.keys.not_modelled]) == ("none", ["engine"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accelerate launch -m axolotl.cli.inference axolotl.yml",
+        "python -m axolotl.cli.merge_lora axolotl.yml --lora_model_dir out",
+        "python scripts/evaluate_model.py --config trl.yaml",
+        "swift export --adapters out --merge_lora true",
+        "python run_summarization.py --model_name_or_path t5-base --do_predict --output_dir o",
+        "python -m verl.trainer.main_generation model.path=a/b data.path=c",
+    ],
+)
+def test_what_uses_or_merges_a_model_is_no_training(tmp_path: Path, line: str) -> None:
+    assert script(tmp_path, f"{line}\n") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "program", "processes"),
+    [
+        ("python -m axolotl.cli.preprocess axolotl.yml\naccelerate launch -m axolotl.cli.train axolotl.yml",
+         "axolotl", None),
+        ("accelerate launch --num_processes 4 scripts/finetune.py axolotl.yml", "axolotl", 4),
+        ("torchrun --nproc-per-node=8 examples/llm_finetune/finetune.py --config automodel.yaml",
+         "automodel", 8),
+        ("automodel automodel.yaml --nproc-per-node 4", "automodel", 4),
+        ("automodel finetune llm -c automodel.yaml", "automodel", None),
+        ("!accelerate launch --num_processes 2 run_dpo.py trl.yaml", "trl", 2),
+        ("srun --job-name test torchrun --nproc_per_node 2 dpo.py --config trl.yaml", "trl", 2),
+        ("uv run --with trl dpo.py --config trl.yaml", "trl", None),
+        ('"$PYTHON_BIN" -m axolotl.cli.train axolotl.yml', "axolotl", 1),
+    ],
+)  # fmt: skip
+def test_a_launcher_may_name_the_file_in_many_ways(
+    tmp_path: Path, line: str, program: str, processes: int | None
+) -> None:
+    run = script(tmp_path, f"{line}\n")
+    assert run is not None
+    assert (run.program, run.processes) == (program, processes)
+    assert run.family is not None
+
+
+def test_an_accelerate_file_that_trl_ships_is_known_by_its_name() -> None:
+    line = "grpo_vlm.py --model_name_or_path gpt2 --dataset_name d --output_dir o --torch_dtype bfloat16\n"
+    run = described(
+        f"accelerate launch --config_file examples/accelerate_configs/deepspeed_zero3.yaml {line}"
+    )
+    assert (run.objective, run.compute_dtype, run.processes, run.fsdp) == ("grpo", "bf16", 8, "none")
+    assert not run.problems
+
+
+@pytest.mark.parametrize(
+    ("hint", "objective"),
+    [("# ORPOTrainer arguments", "orpo"), ("# KTO config", "kto"), ("# DPOTrainer", "dpo"), ("", "dpo")],
+)
+def test_comments_tell_trainers_of_pairs_apart(hint: str, objective: str) -> None:
+    assert described(f"{hint}\n{TRL}").objective == objective
+
+
+@pytest.mark.parametrize(
+    ("script_name", "objective", "length", "joined", "full"),
+    [
+        ("run_summarization.py --train_file a.json", "sft", 1024, False, False),
+        ("run_translation.py --max_source_length 96", "sft", 96, False, False),
+        ("run_glue.py --task_name sst2", "classification", 128, False, True),
+        ("2b_run_glue.py --pad_to_max_length false", "classification", 128, False, False),
+        ("run_clm.py --train_file a.txt", "pretrain", 1024, True, False),
+        ("run_mlm.py --line_by_line", "pretrain", 512, False, False),
+        ("run_speech_recognition_ctc.py", "sft", None, False, False),
+    ],
+)
+def test_an_example_of_transformers_has_its_own_length_and_objective(
+    script_name: str, objective: str, length: int | None, joined: bool, full: bool
+) -> None:
+    run = described(f"python {script_name} --model_name_or_path a/b --do_train --output_dir o\n")
+    assert (run.objective, run.sequence_length) == (objective, length)
+    assert (run.packing, run.full_rows) == (joined, full)
+
+
+def test_flags_of_older_trainers_decide() -> None:
+    line = "python run_glue.py --model_name_or_path a/b --output_dir o --do_train"
+    assert described(f"{line} --adafactor\n").optimizer == "adafactor"
+    run = described(f"{line} --apply_lora --lora_r 16\n")
+    assert (run.method, run.lora_rank) == ("lora", 16)
+    pictures = described("python run_image_classification.py --dataset_name d --output_dir o --do_train\n")
+    assert pictures.family == "vit:base-patch16-224"
+
+
+def test_a_script_that_trains_beside_the_model_is_not_planned_as_the_model() -> None:
+    run = described(
+        "accelerate launch train_controlnet.py --pretrained_model_name_or_path org/stable-diffusion-v1-5"
+        " --output_dir o --mixed_precision fp16 --resolution 512\n"
+    )
+    assert (run.base_dtype, run.stored_dtype) == ("fp16", "fp32")
+    assert [item.key for item in run.keys.not_modelled] == ["train_controlnet.py"]
+
+
+def test_the_targets_of_adapters_follow_the_script() -> None:
+    flags = "--instance_data_dir d --instance_prompt p --output_dir o --resolution 512"
+    run = described(f"accelerate launch train_dreambooth_lora_sd3.py {flags}\n")
+    assert "attn.add_q_proj" in (run.lora_targets or ())
+    assert described(f"accelerate launch train_dreambooth_lora_sana.py {flags}\n").lora_targets == (
+        "to_k", "to_q", "to_v",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("parallelizer: {activation_checkpointing: true}", ("full", None)),
+        ("distributed_config: {activation_checkpointing: selective}", ("selective", None)),
+        ("flow_matching: {}\noptim: {learning_rate: 1e-4}", ("full", "adamw")),
+    ],
+)
+def test_older_forms_of_automodel_are_read(lines: str, expected: tuple[str, str | None]) -> None:
+    text = AUTOMODEL.replace("dataset: {seq_length: 512}", "")
+    run = described(f"{text}{lines}\n".replace("distributed: {strategy: fsdp2}", "fsdp: {dp_size: 8}"))
+    assert (run.gradient_checkpointing, run.optimizer) == expected
+
+
+def test_a_mesh_of_the_first_torchtitan_is_read() -> None:
+    run = described("""
+[job]
+dump_folder = "o"
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+batch_size = 2
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+[experimental]
+context_parallel_degree = 2
+[checkpoint]
+enable_checkpoint = false
+[float8]
+enable_float8_linear = true
+""")
+    assert (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.cp, run.problems) == (2, 4, 2, ())
+    assert [item.key for item in run.keys.not_modelled] == ["float8.enable_float8_linear"]
