@@ -127,7 +127,7 @@ class Linter:
     Attributes:
         select, ignore, exclude, baseline, skip_unknown, isolated: As for :func:`validate`.
         with_baseline: Whether a baseline counts.
-        accepted: Number of findings that a baseline suppressed so far.
+        held_back: Number of findings of each file that a baseline suppressed, when it was judged last.
         suffixes: Endings of the files that a folder stands for.
     """
 
@@ -138,7 +138,7 @@ class Linter:
     skip_unknown: bool = False
     isolated: bool = False
     with_baseline: bool = True
-    accepted: int = 0
+    held_back: dict[Path, int] = field(default_factory=dict)
     suffixes: tuple[str, ...] = _CONFIGURATIONS
     _found: dict[Path, LintSettings] = field(default_factory=dict)
     _settings: dict[Path, LintSettings] = field(default_factory=dict)
@@ -214,8 +214,13 @@ class Linter:
         if baseline not in self._baselines:
             self._baselines[baseline] = read_baseline(baseline)
         left = self._baselines[baseline].without(reading)
-        self.accepted += len(reading.diagnostics) - len(left.diagnostics)
+        self.held_back[path] = len(reading.diagnostics) - len(left.diagnostics)
         return left
+
+    @property
+    def accepted(self) -> int:
+        """Number of findings that a baseline suppresses."""
+        return sum(self.held_back.values())
 
     def codes(self, path: Path) -> frozenset[str]:
         """Return the codes that are reported in a file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +62,7 @@ def command(
     if to is not None:
         check_target(to)
     linter = Linter(exclude=exclude, skip_unknown=skip_unknown, isolated=isolated)
-    results = _migrate(files, to, dialect, linter, check)
+    results, skipped = _migrate(files, to, dialect, linter, check)
     if output is not None and len(results) > 1:
         raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
     if output is None and format is Format.TEXT and any(result.beside for result in results):
@@ -80,22 +81,43 @@ def command(
             changed = [result for result in changed if result.version == 1]
         if format is Format.TEXT:
             _show(changed, diff)
+            if len(results) > 1 or skipped:
+                counts = {
+                    "would change": len(changed),
+                    "stay as they are": len(results) - len(changed) - len(refused),
+                }
+                _say_counts({**counts, "refused": len(refused), _SKIPPED: skipped})
         return 1 if refused or changed else 0
-    failed = [result for result in results if not _write(result, to, output, force, format)]
+    several = output is None and (len(results) > 1 or skipped > 0)
+    failed = [result for result in results if not _write(result, to, output, force, format, several)]
+    if several and format is Format.TEXT:
+        migrated = sum(result.changed for result in results) - len(failed)
+        unchanged = sum(result.after is not None and not result.changed for result in results)
+        counts = {"migrated": migrated, "already up to date": unchanged, "refused": len(refused)}
+        _say_counts({**counts, "could not be written": len(failed), _SKIPPED: skipped})
     return int(ExitCode.USAGE) if failed else 1 if refused else 0
+
+
+_SKIPPED = "of other programs or kinds skipped"
+
+
+def _say_counts(counts: Mapping[str, int]) -> None:
+    """Say in one line what became of the files, the first figure always."""
+    first = next(iter(counts))
+    say(", ".join(f"{count} {what}" for what, count in counts.items() if count or what == first))
 
 
 def _migrate(
     files: list[Path], to: str | None, dialect: str | None, linter: Linter, check: bool
-) -> list[Migrated]:
-    """Migrate files, and what is a configuration in folders; the rest of a folder is skipped.
+) -> tuple[list[Migrated], int]:
+    """Migrate files, and what is a configuration in folders; the rest of a folder is skipped and counted.
 
     A check leaves out the files in which the project's settings do not report FSDP1.
     """
     from fsdptool.cli.validate import read_input
     from fsdptool.config.migrate import migrated_or_refused
 
-    results = []
+    results, skipped = [], 0
     for path, named in linter.expand(files).items():
         if check and "FSD301" not in linter.codes(path):
             continue
@@ -104,8 +126,8 @@ def _migrate(
         if must or result.dialect is not None:
             results.append(result)
         elif not named:
-            say(f"note: {path} was skipped: {result.refusal}")
-    return results
+            skipped += 1
+    return results, skipped
 
 
 def _show(changed: list[Migrated], diff: bool) -> None:
@@ -120,8 +142,13 @@ def _show(changed: list[Migrated], diff: bool) -> None:
             answer_line(f"{result.path} would change")
 
 
-def _write(result: Migrated, to: str | None, output: Path | None, force: bool, format: Format) -> bool:
-    """Write one result to its place; return whether that was possible (a refused one has no place)."""
+def _write(
+    result: Migrated, to: str | None, output: Path | None, force: bool, format: Format, several: bool
+) -> bool:
+    """Write one result to its place; return whether that was possible (a refused one has no place).
+
+    Among several files, one that stays as it is gets no line.
+    """
     from fsdptool.files.text import replace_file
 
     for note in result.notes:
@@ -148,6 +175,6 @@ def _write(result: Migrated, to: str | None, output: Path | None, force: bool, f
             complain(error)
             return False
         say(f"migrated {result.path}")
-    else:
+    elif not several:
         say(f"{result.path} is already up to date")
     return True

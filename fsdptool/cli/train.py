@@ -90,7 +90,6 @@ def _print_dry_run(ready: ReadyRun, format: Format) -> None:
         report = LaunchLines((node,), str(ready.folder), None, unchecked)
         print_document(envelope("launch", report, report))
         return
-    sys.stdout.write(command_line.shell() + "\n")
     prepared = ready.prepared
     for finding in prepared.diagnostics:
         if finding.severity == "warning":
@@ -101,6 +100,9 @@ def _print_dry_run(ready: ReadyRun, format: Format) -> None:
     )
     for item in unchecked:
         say(f"not checked: {_UNCHECKED[item]}")
+    # The answer first: the line of environment variables is long.
+    sys.stderr.flush()
+    sys.stdout.write(command_line.shell() + "\n")
 
 
 def _run(ready: ReadyRun, format: Format) -> int:

@@ -79,6 +79,7 @@ def command(
         raise ConfigError("--only chooses what is fixed", help="add --fix, --unsafe-fixes or --diff")
     if fix or unsafe_fixes or diff:
         selectors = _selectors(only, readings, unsafe_fixes) if only else None
+        accepted = dict(linter.held_back)
         repaired = [_repair(reading, unsafe_fixes, linter, selectors) for reading in readings]
         after = [
             linter.sift(result.reading, _path(reading)) if result is not None else reading
@@ -89,7 +90,13 @@ def command(
             left = Verdict(tuple(after))
             sys.stderr.write(findings.render_concise(left.readings, quiet=True))
             return max(int(changed), left.exit_code(strict=strict))
-        readings, code = _write(repaired, readings, after)
+        written, code = _write(repaired, readings, after)
+        for reading, kept in zip(readings, written, strict=True):
+            if kept is reading and _path(reading) in accepted:  # nothing of the file was written
+                linter.held_back[_path(reading)] = accepted[_path(reading)]
+        readings = written
+        if gone := sum(accepted.values()) - linter.accepted:
+            say(f"note: the baseline accepts {gone} of the fixed findings; --write-baseline renews it")
     verdict = Verdict(tuple(readings))
     strict = strict or any(linter.settings(_path(reading)).strict for reading in readings)
     _print(verdict, format, quiet, statistics, linter.accepted)

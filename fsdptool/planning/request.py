@@ -7,6 +7,7 @@ Files are read first, options override them. Everything a plan depends on ends i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -132,7 +133,14 @@ def _from_file(
 
     Given options override the file. A recipe of fsdptool's own is taken as ``--recipe`` takes it.
     """
-    reference = options.get("reference")
+    reference, config = options.get("reference"), options.get("config")
+    if run is None and reference is None and "recipe" not in options and isinstance(config, str | Path):
+        # A training file that names its model, given as the configuration of none: the run that it describes.
+        with suppress(PlanError):  # settings of accelerate alone
+            run = read_file_run(str(config))
+        if run is not None:
+            reference = str(config)
+            options = cast("Options", {name: value for name, value in options.items() if name != "config"})
     if run is None and reference is not None:
         run = read_file_run(reference)
     if run is not None and run.program == OWN:

@@ -21,7 +21,13 @@ from fsdptool.records.plan import (
     SearchPoint,
     Verdict,
 )
-from fsdptool.records.plan_details import CommunicationWaits, MeshAlternative, MeshGroup, TriedSettings
+from fsdptool.records.plan_details import (
+    CommunicationWaits,
+    MeshAlternative,
+    MeshGroup,
+    PlannedOffer,
+    TriedSettings,
+)
 from fsdptool.records.recipe import Lora
 from fsdptool.records.run import RunPhase
 from fsdptool.records.trace import ColourGroup
@@ -35,26 +41,34 @@ FITS = {True: "fits", False: "does not fit", None: "unknown"}
 """Whether a suggestion fits."""
 
 
-def duration(seconds: float | None) -> str:
-    """Return seconds with three digits; None is unknown."""
+def duration(seconds: float | None, like: float | None = None) -> str:
+    """Return seconds with three digits; None is unknown.
+
+    Args:
+        seconds: The time.
+        like: A time in whose unit to write it, so that both ends of a range have one; None: its own.
+    """
     if seconds is None:
         return "unknown"
-    if seconds >= 7200:
+    measure = seconds if like is None else like
+    if measure >= 7200:
         hours = seconds / 3600
-        return f"{hours:.1f} h" if hours < 72 else f"{hours / 24:.1f} days"
-    if seconds >= 120:
+        return f"{hours:.1f} h" if measure < 72 * 3600 else f"{hours / 24:.1f} days"
+    if measure >= 120:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"
+    value, unit = (seconds, "s") if measure >= 0.1 else (seconds * 1000, "ms")
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
-def rate(value: float | None) -> str:
-    """Return a count per second with three digits."""
+def rate(value: float | None, like: float | None = None) -> str:
+    """Return a count per second with three digits, in the unit of ``like`` where that is given."""
     if value is None:
         return "unknown"
+    measure = value if like is None else like
     for size, unit in ((1e6, " M"), (1e4, " k")):
-        if value >= size:
+        if measure >= size:
             scaled = value / (1e3 if unit == " k" else 1e6)
-            return f"{scaled:.3g}{unit}"
+            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:.0f}{unit}"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
@@ -221,8 +235,11 @@ def time_range(candidate: Candidate) -> str:
     seconds, tokens = candidate.step_seconds_range, candidate.tokens_per_second_range
     if seconds is None:
         return ""
-    text = f"; P10 to P90: {duration(seconds[0])} to {duration(seconds[1])}"
-    text += f", {rate(tokens[0])} to {rate(tokens[1])} tokens/s" if tokens is not None else ""
+    # Both ends in the unit of the estimate between them.
+    time, speed = candidate.step_seconds, candidate.tokens_per_second
+    text = f"; P10 to P90: {duration(seconds[0], time)} to {duration(seconds[1], time)}"
+    if tokens is not None:
+        text += f", {rate(tokens[0], speed)} to {rate(tokens[1], speed)} tokens/s"
     basis = candidate.range_basis
     if basis is None:
         return text
@@ -453,13 +470,49 @@ def offers(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return tuple(heads[i] for i in known), [tuple(row[i] for i in known) for row in rows]
 
 
-def duration_of_run(plan: Plan) -> str:
-    """Return the duration of the whole run, and its price where hours have one; empty where unknown."""
+def run_of(plan: Plan) -> PlannedOffer | None:
+    """Return the offer of the shown candidate, which says how long a run takes; None where unknown."""
     offers = plan.details.offers
     place = shown(plan).settings.cluster
-    if place >= len(offers) or offers[place].run_seconds is None:
+    return offers[place] if place < len(offers) and offers[place].run_seconds is not None else None
+
+
+def host(plan: Plan) -> str:
+    """Return what the host memory of the shown candidate was compared with."""
+    known = plan.inputs.clusters[shown(plan).settings.cluster].host_memory_bytes
+    return f"of {amount(known)}" if known is not None else "not checked: its size is not given"
+
+
+def host_line(plan: Plan) -> str:
+    """Return the host memory that the shown candidate needs, in a line."""
+    known = plan.inputs.clusters[shown(plan).settings.cluster].host_memory_bytes
+    compared = host(plan) if known is not None else f"({host(plan)})"
+    return f"host memory per node: {amount(shown(plan).host_bytes_per_node)} {compared}"
+
+
+def host_decides(plan: Plan) -> bool:
+    """Return whether the verdict rests on host memory whose size nobody gave: states are offloaded to it."""
+    candidate = shown(plan)
+    unknown = plan.inputs.clusters[candidate.settings.cluster].host_memory_bytes is None
+    return unknown and candidate.settings.cpu_offload and bool(candidate.host_bytes_per_node)
+
+
+def mesh_reasons(plan: Plan) -> list[str]:
+    """Return why the mesh was chosen, in lines; none where it only shards over all ranks."""
+    return [] if is_plain(shown(plan).settings) else [line.strip() for line in mesh_lines(plan)]
+
+
+def largest_batches(plan: Plan) -> list[str]:
+    """Return the largest micro-batch of each cluster where that was asked, in lines."""
+    sizes = (item.micro_batch for item in plan.details.max_batch)
+    return [f"largest micro-batch that fits: {size if size is not None else 'none'}" for size in sizes]
+
+
+def duration_of_run(plan: Plan) -> str:
+    """Return the duration of the whole run, and its price where hours have one; empty where unknown."""
+    offer = run_of(plan)
+    if offer is None:
         return ""
-    offer = offers[place]
     price = f", price {money(offer.price_per_run)}" if offer.price_per_run is not None else ""
     return f"the whole run takes {duration(offer.run_seconds)}{price} (estimate)"
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from fsdptool.formatting import amount
 from fsdptool.records.command_documents import Comparison, Sweep
-from fsdptool.records.lengths import LengthsPlan
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
+from fsdptool.report import plan_tables as tables
 from fsdptool.report import plan_words as words
 from fsdptool.report.console.tables import (
     print_command,
@@ -42,6 +42,9 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     candidate = words.shown(plan)
     print_line(words.headline(plan), style=_STYLES[plan.verdict])
     print_line(words.need(candidate))
+    decides = words.host_decides(plan)
+    if decides:
+        print_line(words.host_line(plan), style="bold yellow")
     for line in (*words.described(plan), *words.unread(plan), *words.loop(plan)):
         print_line(line)
     for line in words.shortfall(plan):
@@ -66,7 +69,8 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     _command(plan, command)
     for line in words.spare_memory(plan):
         print_line(line)
-    _host(plan, candidate)
+    if not decides and candidate.host_bytes_per_node:
+        print_line(words.host_line(plan))
     _components(candidate, explain=explain)
     _timeline(candidate)
     _mesh(plan, explain=explain)
@@ -265,30 +269,11 @@ def _phases(candidate: Candidate) -> None:
     print_table(heads, rows, numeric=(2,), optional=(1, 4))
 
 
-def _host(plan: Plan, candidate: Candidate) -> None:
-    host = candidate.host_bytes_per_node
-    if host:
-        known = plan.inputs.clusters[candidate.settings.cluster].host_memory_bytes
-        limit = f"of {amount(known)}" if known is not None else "(not checked: its size is not given)"
-        print_line(f"host memory per node: {amount(host)} {limit}")
-
-
 def _batches(plan: Plan) -> None:
     """Print the largest micro-batch of every combination of settings that was tried (``--max-batch``)."""
-    rows = [
-        (
-            item.checkpointing.replace("_", " "),
-            words.resharding(item.reshard_after_forward),
-            "none fits" if item.micro_batch is None else f"{item.micro_batch} x {item.accumulation}",
-            amount(item.device_total_bytes) if item.micro_batch is not None else "",
-            words.speed(item) if item.micro_batch is not None else "",
-        )
-        for cluster in plan.details.max_batch
-        for item in cluster.settings
-    ]
+    heads, rows = tables.tried_batches(plan)
     if len(rows) > 1:
         print_line()
-        heads = ("checkpointing", "reshard", "largest micro-batch x accumulation", "memory", "speed")
         print_table(heads, rows, numeric=(2, 3, 4), optional=(3, 4))
 
 
@@ -403,9 +388,7 @@ def _notes(plan: Plan, *, explain: bool) -> None:
     lines = [f"unknown: {text}" for text in plan.unknowns]
     if explain:
         lines += [f"note: {text}" for text in details.notes]
-    for largest in details.max_batch:
-        size = largest.micro_batch
-        lines.append(f"largest micro-batch that fits: {size if size is not None else 'none'}")
+    lines += words.largest_batches(plan)
     if plan.confidence != "verified":
         lines.append("confidence: unverified (the model of FSDP2 was not checked against this torch version)")
     findings = [item for item in plan.diagnostics if explain or item.severity != "info"]
@@ -428,46 +411,13 @@ def _lengths(plan: Plan, *, explain: bool) -> None:
     if lengths is None:
         return
     print_line()
-    for line in _lengths_lines(lengths):
+    for line in tables.lengths(lengths):
         print_line(line)
     if not explain or not lengths.traced:
         return
     print_line()
-    rows = [
-        (
-            f"{item.length:,}",
-            f"{item.share:.1%}",
-            amount(item.allocated_peak_bytes),
-            amount(item.reserved_peak_bytes),
-            duration(item.step_seconds),
-        )
-        for item in lengths.traced
-    ]
-    heads = ("padded length", "micro-batches", "allocated peak", "reserved peak", "per step")
+    heads, rows = tables.traced_lengths(lengths)
     print_table(heads, rows, numeric=(0, 1, 2, 3, 4))
-
-
-def _lengths_lines(lengths: LengthsPlan) -> list[str]:
-    """Return the section's lines."""
-    speed = lengths.tokens_per_second
-    text = f"; {speed:,.0f} tokens/s without padding (estimate)" if speed is not None else ""
-    shape = {
-        "longest": "padded to the longest sample of each micro-batch",
-        "length": "padded to one length, so that all steps have one shape",
-        "packed": "packed, so that all steps have one shape",
-    }[lengths.padding]
-    lines = [
-        f"lengths: {lengths.samples:,} samples of {lengths.shortest:,} to {lengths.longest:,}"
-        f" tokens, {shape}: {lengths.padding_share:.0%} padding{text}"
-    ]
-    if lengths.worst_length is not None and lengths.padding == "longest":
-        reserved = lengths.traced[-1].reserved_peak_bytes if lengths.traced else None
-        text = f", {amount(reserved)} reserved" if reserved is not None else ""
-        lines.append(
-            f"longest micro-batch: {lengths.worst_length:,} tokens,"
-            f" {amount(lengths.worst_allocated_bytes)} allocated{text} (estimate)"
-        )
-    return lines
 
 
 def _pipeline(plan: Plan) -> None:
@@ -475,26 +425,9 @@ def _pipeline(plan: Plan) -> None:
     pipeline = plan.details.pipeline
     if pipeline is None:
         return
-    virtual = f" with {pipeline.virtual} virtual stages per rank" if pipeline.virtual > 1 else ""
     print_line()
-    print_line(
-        f"pipeline of {pipeline.ranks} stages, planned only (estimates): schedule {pipeline.schedule}"
-        f"{virtual}, {pipeline.micro_batches} micro-batches, bubble {pipeline.bubble:.0%} of the ideal"
-        f" time, {amount(pipeline.sent_bytes)} sent over each boundary"
-    )
-    rows = [
-        (
-            str(number),
-            ", ".join(f"{first}-{last - 1}" for first, last in stage.blocks),
-            amount(stage.parameters),
-            str(stage.in_flight),
-            amount(stage.activation_bytes),
-            amount(stage.allocated_bytes),
-            duration(stage.micro_batch_seconds),
-        )
-        for number, stage in enumerate(pipeline.stages)
-    ]
-    heads = ("stage", "blocks", "parameters", "in flight", "activations", "allocated", "per micro-batch")
+    print_line(tables.pipeline_line(pipeline))
+    heads, rows = tables.stages(pipeline)
     print_table(heads, rows, numeric=(0, 2, 3, 4, 5, 6), optional=(4, 6))
 
 

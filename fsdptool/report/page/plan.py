@@ -14,6 +14,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, Figure, Sweep, SweepRow
 from fsdptool.records.diagnostic import Answer, digest
 from fsdptool.records.plan import Candidate, Plan, SearchPoint
+from fsdptool.report import plan_tables as tables
 from fsdptool.report import plan_words as words
 from fsdptool.report.page import charts
 from fsdptool.report.page.parts import CHARTS, breaking, finding_lines, foot, html_table, notes, page, section
@@ -65,6 +66,9 @@ def plan_parts(plan: Plan, links: Links = Links()) -> dict[str, str]:
         "memory": _memory(candidate, links),
         "time": _time(candidate),
         "offers": _offers(plan),
+        "batches": _batches(plan),
+        "lengths": _lengths(plan),
+        "stages": _stages(plan),
         "changes": changes_section(plan, links),
         "settings": _settings(plan, candidate),
     }
@@ -89,8 +93,12 @@ def _head(plan: Plan, candidate: Candidate) -> str:
         )
         mfu = f"MFU {candidate.mfu:.0%}, estimate" if candidate.mfu is not None else "estimate"
         figures.append(("throughput", words.speed(candidate), mfu))
+    if run := words.run_of(plan):
+        price = f"price {words.money(run.price_per_run)}, " if run.price_per_run is not None else ""
+        steps = f"{plan.inputs.recipe.steps:,} steps, " if plan.inputs.recipe.steps else ""
+        figures.append(("whole run", duration(run.run_seconds), f"{price}{steps}estimate"))
     if candidate.host_bytes_per_node:
-        figures.append(("host memory per node", amount(candidate.host_bytes_per_node), ""))
+        figures.append(("host memory per node", amount(candidate.host_bytes_per_node), words.host(plan)))
     cards = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
@@ -98,14 +106,19 @@ def _head(plan: Plan, candidate: Candidate) -> str:
     parameters = f"{model.parameters:,} parameters" if model.parameters else ""
     size = words.assumed_size(plan.sample)
     at = f", at {escape(size)} (assumed)" if size else ""
-    loop = (*words.unread(plan), *words.loop(plan))
+    reading = (*words.described(plan), *words.unread(plan), *words.loop(plan), *words.shortfall(plan))
+    settings = [words.dtypes(plan), words.compilation(candidate), words.fused_loss(candidate)]
+    lora = plan.inputs.recipe.method.lora if plan.details.adapter else None
+    settings += [f"trains the LoRA adapter: {words.lora_words(lora)}"] if lora is not None else []
+    decided = [*(line for line in settings if line), *words.spare_memory(plan), *words.mesh_reasons(plan)]
+    decided += words.largest_batches(plan)
     return (
         f'<header><p class="soft">{escape(model.class_ or "")} · {parameters}</p>'
         f'<h1>{title}: <span class="{verdict}">{answer}</span>{at}</h1>'
         f"<p>{escape(_sentence(words.need(candidate)))}</p>"
         f'<p class="soft">Shown: {escape(candidate.id)}, {escape(words.brief(candidate.settings))}.</p>'
-        f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in loop)}"
-        f"<dl>{cards}</dl></header>"
+        f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in reading)}"
+        f"<dl>{cards}</dl>{''.join(f'<p>{escape(_sentence(line))}</p>' for line in decided)}</header>"
     )
 
 
@@ -210,6 +223,53 @@ def _offers(plan: Plan) -> str:
     return f"<section><h2>Offers</h2>{table}</section>"
 
 
+def _batches(plan: Plan) -> str:
+    heads, rows = tables.tried_batches(plan)
+    if len(rows) < 2:
+        return ""
+    return _section_of_rows("Largest micro-batch by settings", heads, rows, numbers=(2, 3, 4))
+
+
+def _lengths(plan: Plan) -> str:
+    if plan.lengths is None:
+        return ""
+    heads, rows = tables.traced_lengths(plan.lengths)
+    return _section_of_rows("Lengths that vary", heads, rows, tables.lengths(plan.lengths), numbers=range(5))
+
+
+def _stages(plan: Plan) -> str:
+    pipeline = plan.details.pipeline
+    if pipeline is None:
+        return ""
+    heads, rows = tables.stages(pipeline)
+    return _section_of_rows(
+        "Pipeline stages", heads, rows, [tables.pipeline_line(pipeline)], numbers=(0, 2, 3, 4, 5, 6)
+    )
+
+
+def _section_of_rows(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    lines: Sequence[str] = (),
+    *,
+    numbers: Sequence[int],
+) -> str:
+    """Return a section of lines and a table of texts, the first cell of each row its head."""
+    cells = [
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(
+            f"<td{' class=n' if place in numbers else ''}>{escape(cell)}</td>"
+            for place, cell in enumerate(rest, start=1)
+        )
+        + "</tr>"
+        for first, *rest in rows
+    ]
+    table = html_table(title, heads, cells, numbers=numbers, cards=True) if cells else ""
+    said = "".join(f"<p>{escape(_sentence(line))}</p>" for line in lines)
+    return f"<section><h2>{title}</h2>{said}{table}</section>"
+
+
 def changes_section(plan: Plan, links: Links) -> str:
     """Return the section of the suggested changes; empty without any."""
     if not plan.next_steps:
@@ -222,11 +282,12 @@ def changes_section(plan: Plan, links: Links) -> str:
         rows.append(
             f'<tr><th scope="row" class="wide">{escape(step.change)}{apply}</th>'
             f'<td class="n">{amount(step.device_total_bytes)}</td>'
+            f'<td class="n">{words.speed(step) if step.samples_per_second else ""}</td>'
             f'<td class="word {classes[step.fits]}">{words.FITS[step.fits]}</td>'
             f'<td class="wide">{escape(step.cost)}</td></tr>'
         )
-    heads = ("change", "memory", "verdict", "cost")
-    table = html_table("Suggested changes", heads, rows, numbers=(1,), cards=True)
+    heads = ("change", "memory", "speed", "verdict", "cost")
+    table = html_table("Suggested changes", heads, rows, numbers=(1, 2), cards=True)
     return f"<section><h2>Suggested changes</h2>{table}</section>"
 
 
@@ -265,6 +326,8 @@ def candidates_section(plan: Plan, links: Links = Links()) -> str:
 def _rows(caption: str, plan: Plan, items: Iterable[Candidate]) -> str:
     front = set(plan.details.front)
     clusters = plan.details.clusters
+    items = list(items)
+    priced = any(item.price_per_million_samples is not None for item in items)
     rows = []
     for item in items:
         chosen = item.id == plan.chosen
@@ -272,16 +335,18 @@ def _rows(caption: str, plan: Plan, items: Iterable[Candidate]) -> str:
         settings = words.brief(item.settings)
         if len(clusters) > 1:
             settings = f"{clusters[item.settings.cluster]}; {settings}"
-        price = item.price_per_million_samples
-        why = words.reason(item) + (f" ({price:.4g} per million samples)" if price is not None else "")
+        price = f'<td class="n">{words.money(item.price_per_million_samples)}</td>' if priced else ""
         rows.append(
             f'<tr{" class=chosen" if chosen else ""}><th scope="row">{escape(item.id)}{mark}</th>'
             f'<td class="n">{amount(item.device_total_bytes)}</td>'
             f'<td class="n">{duration(item.step_seconds)}</td><td class="n">{words.speed(item)}</td>'
-            f'<td class="wide">{escape(settings)}</td><td class="wide">{escape(why)}</td></tr>'
+            f'{price}<td class="wide">{escape(settings)}</td>'
+            f'<td class="wide">{escape(words.reason(item))}</td></tr>'
         )
-    heads = ("candidate", "memory", "step time", "throughput", "settings", "rejected by")
-    return html_table(caption, heads, rows, numbers=(1, 2, 3), tall=True, cards=True)
+    prices = ("price per million",) if priced else ()
+    heads = ("candidate", "memory", "step time", "throughput", *prices, "settings", "rejected by")
+    numbers = range(1, 5 if priced else 4)
+    return html_table(caption, heads, rows, numbers=numbers, tall=True, cards=True)
 
 
 def findings_section(plan: Plan) -> str:

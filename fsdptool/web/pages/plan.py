@@ -120,7 +120,6 @@ def _answer(
         parts=parts,
         applicable=plan.chosen is not None,
         headline=words.headline(plan),
-        shortfall=words.shortfall(plan),
         candidates=Markup(candidates),
         findings=Markup(findings_section(plan)),
         front_job=front.job if searched is None else None,
