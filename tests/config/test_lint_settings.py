@@ -196,5 +196,14 @@ def test_errors_that_are_held_back_do_not_keep_fixes_from_other_findings(
     file.write_text(HELD)
     assert run(["validate", str(file), "--write-baseline", "--select", "FSD322"]) == 0
     (baseline,) = project.glob("**/*baseline*.json")
+    capsys.readouterr()
     assert run(["validate", str(file), "--baseline", str(baseline), "--fix"]) == 0
     assert "BACKWARD_PRE" not in file.read_text()
+    assert "1 old finding in the baseline" in capsys.readouterr().out
+    # What is accepted is counted once, however often a fix judges the file.
+    file.write_text(HELD)
+    assert run(["validate", str(file), "--write-baseline"]) == 0
+    capsys.readouterr()
+    for options in ([], ["--fix"]):
+        assert run(["validate", str(file), "--baseline", str(baseline), *options]) == 0
+        assert "2 old findings in the baseline" in capsys.readouterr().out

@@ -127,6 +127,9 @@ def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
     assert peak is not None
     assert plan.candidates[0].allocated_peak_bytes == peak - ahead
     assert words.described(plan)[0].startswith("run described for axolotl")
+    # The file alone, where a configuration goes: the same run.
+    alone = Options(config=str(tmp_path / "train.yaml"), model=model, gpu="H100-80GB-SXM", gpus=2)
+    assert read_request(alone).inputs.run == plan.inputs.run
 
 
 @pytest.mark.parametrize(

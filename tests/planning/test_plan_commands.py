@@ -209,6 +209,12 @@ def test_offers_are_compared_by_price(model: str, tmp_path: Path, capsys: pytest
     assert "price per hour" in shown
     assert "price of run" in shown
     assert "cheap (chosen)" in shown or "fast (chosen)" in shown
+    # The page of one offer has the price and the duration of the run, too.
+    page = tmp_path / "plan.html"
+    asked = ["--gpu", "RTX-3090-24GB", "--price", "2.5", "--seq-len", "64", "--steps", "1000", "--no-search"]
+    assert run(["plan", model, *asked, "-o", str(page)]) == 0
+    (price,) = re.findall(r"the whole run takes .*, price (\S+) \(estimate\)", capsys.readouterr().out)
+    assert f"price {price}, 1,000 steps, estimate" in page.read_text()
     rates = {item["id"]: item["samples_per_second"] for item in plan["candidates"]}
     assert rates[plan["chosen"]] >= 0.98 * max(rates.values())
 

@@ -31,7 +31,7 @@ from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.report.console.plan import print_plan
 from fsdptool.report.page.parts import breaking, cards
 from fsdptool.report.page.plan import plan_page, plan_picture
-from fsdptool.report.plan_words import curve
+from fsdptool.report.plan_words import curve, time_range
 
 NASTY = '<script>alert("x")</script>'
 GIB = 2**30
@@ -204,6 +204,17 @@ def test_amounts_read_well() -> None:
         "-1.00 GiB",
         "unknown",
     ]
+
+
+def test_both_ends_of_a_range_have_the_unit_of_the_estimate() -> None:
+    item = replace(
+        candidate("c", GIB),
+        step_seconds=111.0,
+        step_seconds_range=(90.0, 130.0),
+        tokens_per_second=12_000.0,
+        tokens_per_second_range=(9_000.0, 14_000.0),
+    )
+    assert time_range(item) == "; P10 to P90: 90 s to 130 s, 9 k to 14 k tokens/s"
 
 
 def test_a_curve_keeps_the_peak_and_adds_up() -> None:
