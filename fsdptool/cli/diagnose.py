@@ -67,6 +67,8 @@ def command(
         from fsdptool.report.console.runs import print_diagnosis
 
         print_diagnosis(diagnosis)
+    if any(not item.consequence for item in diagnosis.failures):
+        return int(ExitCode.CLEAN)
     if diagnosis.exception is not None or (diagnosis.failed and not diagnosis.failures):
         return int(ExitCode.INCOMPLETE)
     if diagnosis.run is None and not diagnosis.failures and not diagnosis.ended_well:

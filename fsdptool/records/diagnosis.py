@@ -144,11 +144,19 @@ class RecognisedFailure:
 
 @dataclass(frozen=True, slots=True)
 class LastException:
-    """The exception that ended the run, if no known failure explains it: of a chain the first one."""
+    """An exception that no known failure explains: of a chain the first one.
+
+    Attributes:
+        file, line: Where the log has it.
+        text: Its type and message.
+        frame: File, line and function of the innermost frame outside of installed libraries, else of the
+            innermost one; null where the log has no traceback.
+    """
 
     file: str
     line: Positive
     text: str
+    frame: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

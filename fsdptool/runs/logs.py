@@ -70,7 +70,7 @@ _PREFIX = re.compile(
 
 _EXCEPTION = re.compile(
     r"(?:^|[\]:>)] |Uncaught )"
-    r"((?:[A-Za-z_]\w{0,80}\.){0,8}(?:[A-Z]\w{0,80}(?:Error|Exception|Interrupt|Exit)|Exception)"
+    r"((?:[A-Za-z_]\w{0,80}\.){0,8}(?:_?[A-Z]\w{0,80}(?:Error|Exception|Interrupt|Exit)|Exception)"
     r"(?:: .|:?$).*)"
 )
 _RAISED = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80})(?::(?: .*)?)?$")
@@ -405,6 +405,58 @@ def _end_of_traceback(lines: Sequence[str], header: int) -> tuple[int, str, str,
         if not content.startswith(("[", "During handling", "The above exception")):
             return None
     return None
+
+
+_FRAME = re.compile(
+    r'File "([^"\n]{1,400})", line (\d{1,9}), in ([^\s]{1,100})'
+    r"|^[│|] {0,4}(/[^│:\n]{1,400}):(\d{1,9}) in ([\w<>.]{1,100})"
+)
+"""A frame as Python prints it, or as rich does."""
+
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/torch/_|\bimportlib\b")
+
+
+def own_frame(log: LogText, index: int) -> str | None:
+    """Return the innermost frame of a traceback outside of installed libraries, or the innermost one of all.
+
+    Args:
+        log: The log.
+        index: Of the line that ends the traceback.
+
+    Returns:
+        ``FILE:LINE in FUNCTION``; None without a traceback.
+    """
+    writer = _writer(split_prefix(log.lines[index])[0])
+    innermost = None
+    for at in range(index - 1, max(index - _TRACEBACK_LINES, -1), -1):
+        prefix, content = split_prefix(log.lines[at])
+        if _writer(prefix) != writer:
+            continue
+        if _TRACEBACK in content or "above exception" in content:
+            break
+        if match := _FRAME.search(content):
+            file, line, name = (each for each in match.groups() if each is not None)
+            if not _INSTALLED.search(file):
+                return f"{file}:{line} in {name}"
+            innermost = innermost or f"{file}:{line} in {name}"
+    return innermost
+
+
+_LEAD, _TRAIL = 3, 12
+"""Lines before a traceback and after its last one that say more of the same exception."""
+
+
+def belongs_to(log: LogText, index: int, others: Iterable[int]) -> bool:
+    """Say whether one of other lines is a part of the traceback that a line ends, or right beside it."""
+    begin = index
+    while begin > max(index - _TRACEBACK_LINES, 0) and _TRACEBACK not in log.lines[begin]:
+        begin -= 1
+    if _TRACEBACK not in log.lines[begin]:
+        begin = index
+    end = index + 1
+    while end < min(index + _TRAIL, len(log.lines)) and _TRACEBACK not in log.lines[end]:
+        end += 1
+    return any(begin - _LEAD <= other < end for other in others)
 
 
 def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:

@@ -20,7 +20,6 @@ from fsdptool.records.diagnosis import (
     Divergence,
     FailureDiagnosis,
     FailurePhase,
-    LastException,
     RecognisedFailure,
     Signature,
 )
@@ -28,16 +27,15 @@ from fsdptool.rules import signatures
 from fsdptool.runs.logs import (
     LINE_LENGTH,
     LogText,
-    Raised,
     TextIndex,
     ended_well,
-    exceptions,
     facts,
     rank_of,
     ranks_named,
     recovered,
     split_prefix,
 )
+from fsdptool.runs.unexplained import COUNTED, FIRST_FAILURE, RESTART, unexplained
 
 _CONTEXT_LINES = 200
 """Lines before a match in which its context or traceback is looked for."""
@@ -54,7 +52,6 @@ _PLACEHOLDER = re.compile(r"\.\.\.|\{[^}]*\}|'[^' ]*'")
 _SPECIFIC = 20
 """Characters of the longest part of a message by which a bug is known."""
 
-_COUNTED = 1000
 _ALSO = 3
 """Further lines of a failure that are shown."""
 
@@ -155,9 +152,7 @@ _Indexed = Sequence[tuple[LogText, TextIndex]]
 
 _DUMPED = "Last enqueued NCCL work: "
 _COLLECTIVE_TEXT = "WorkNCCL(SeqNum="
-_RESTART = "will restart worker group"
-_FIRST_FAILURE = "Root Cause (first observed failure)"
-_STRUCTURE = (_DUMPED, _COLLECTIVE_TEXT, _RESTART, _FIRST_FAILURE)
+_STRUCTURE = (_DUMPED, _COLLECTIVE_TEXT, RESTART, FIRST_FAILURE)
 
 
 def diagnose_logs(
@@ -184,7 +179,9 @@ def diagnose_logs(
     explained = {code for code in depths if depths.keys() & {*_signature(code).signature.explained_by}}
     least = min((depth for code, depth in depths.items() if code not in explained), default=0)
     # Summaries, timeouts and lost connections are reported of any failure: the exception itself says more.
-    exception = _exception(indexed, seen) if least or not merged else None
+    known = [{at for each in seen if each.log is log for at in each.lines} for log in logs]
+    raised = unexplained(indexed, known, beside=not least and bool(merged))
+    exception = raised if least or not merged else None
     well = exception is None and not {0, 1, 3} & {*depths.values()} and any(map(ended_well, logs))
     failed = not well and (exception is not None or (bool(merged) and least < _WARNING))
     if exception is not None:
@@ -201,7 +198,7 @@ def diagnose_logs(
     return FailureDiagnosis(
         target=target,
         failures=tuple(failures),
-        exception=exception,
+        exception=raised if failed else None,
         failed=failed,
         read_bytes=sum(log.read_bytes for log in logs),
         total_bytes=sum(log.total_bytes for log in logs),
@@ -287,7 +284,7 @@ def _lines_of(log: LogText, index: TextIndex, item: _Compiled) -> list[int]:
     """Return the indices of the lines that a signature matches, in order."""
     candidates: dict[int, str] = {}
     for text in item.signature.texts:
-        for at in index.lines_with(text, _COUNTED):
+        for at in index.lines_with(text, COUNTED):
             line = log.lines[at]
             if item.pattern is None or at not in candidates:
                 begin = max(line.find(text) - _WINDOW, 0)
@@ -467,7 +464,7 @@ def _over(indexed: _Indexed, seen: Sequence[_Seen], notes: list[str]) -> list[_S
     ended: list[_Seen] = []
     for log, index in indexed:
         mine = [each for each in seen if each.log is log]
-        restarts = list(index.lines_with(_RESTART, _COUNTED))
+        restarts = list(index.lines_with(RESTART, COUNTED))
         last = restarts[-1] if restarts else -1
         if restarts and any(each.lines[-1] > last and each.item.signature.depth == 0 for each in mine):
             for each in mine:
@@ -510,75 +507,6 @@ def _absent_ranks(logs: Sequence[LogText], failures: Sequence[RecognisedFailure]
         yield f"{some} not report a timeout: look there first"
 
 
-_WRAPPERS = re.compile(
-    r"ChildFailedError|CalledProcessError|CheckpointException|ProcessRaisedException|ProcessExitedException"
-    r"|RayTaskError|RayActorError|ActorDiedError|WorkerCrashedError|See root cause above|Engine core init"
-    r"|Caught \w+ in |exited unexpectedly|SystemExit|KeyboardInterrupt|SignalException|non-zero exit status"
-    r"| raised:$|DistBackendError|unexpected pos \d+ vs|InternalTorchDynamoError: $"
-)
-"""Exceptions that report another one."""
-
-_AFTERMATH = re.compile(
-    r"BrokenPipeError|Connection(?:Reset|Aborted|Refused)Error|Broken pipe|EOFError|Socket Timeout"
-    r"|store->get|watchdog thread terminated|RendezvousClosedError|CancelledError|SIGTERM"
-    r"|DistStoreError|DistNetworkError"
-)
-"""Exceptions of ranks that lost another one."""
-
-
-def _exception(indexed: _Indexed, seen: Sequence[_Seen]) -> LastException | None:
-    """Return the exception that ended the run and that no known failure explains.
-
-    Of each rank the last chain counts, and of a chain its first exception. The rank that torchrun names, or
-    else the first one in the log, is shown.
-    """
-    fallback: tuple[LogText, Raised] | None = None
-    choices: list[tuple[int, int, LogText, Raised]] = []
-    for number, (log, index) in enumerate(indexed):
-        known = {at for each in seen if each.log is log for at in each.lines}
-        restarts = list(index.lines_with(_RESTART, _COUNTED))
-        start = restarts[-1] if restarts else -1
-        chains: dict[str, list[Raised]] = {}
-        raised = exceptions(log)
-        if any(item.index > start for item in raised):
-            raised = [item for item in raised if item.index > start]
-        for item in raised:
-            if "ChildFailedError" in item.text:
-                continue
-            if item.index in known or _WRAPPERS.search(item.text) or _AFTERMATH.search(item.text):
-                if item.index not in known:
-                    fallback = log, item
-                continue
-            if item.logged or recovered(log, item.index, survived=True):
-                continue
-            if not (item.chained and item.writer in chains):
-                chains[item.writer] = []
-            chains[item.writer].append(item)
-        named = _first_failed(log, index)
-        for writer, chain in chains.items():
-            order = 0 if writer == named else 1 if writer else 2
-            choices.append((order, number, log, chain[0]))
-    if choices:
-        _, _, log, item = min(choices, key=lambda choice: (choice[0], choice[1], choice[3].index))
-    elif fallback is not None and not seen:
-        log, item = fallback
-    else:
-        return None
-    return LastException(log.name, log.number(item.index), item.text.strip()[:LINE_LENGTH])
-
-
-_TORCHRUN_RANK = re.compile(r"^\s*rank {1,10}: (\d{1,6})\b")
-
-
-def _first_failed(log: LogText, index: TextIndex) -> str | None:
-    """Return the writer that torchrun names as the first one that failed."""
-    for at in list(index.lines_with(_FIRST_FAILURE, _COUNTED))[-1:]:
-        for line in log.lines[at : at + 8]:
-            if match := _TORCHRUN_RANK.match(split_prefix(line)[1]) or _TORCHRUN_RANK.match(line):
-                return f"rank {match[1]}"
-    return None
-
-
 _ENQUEUED = re.compile(r"Last enqueued NCCL work: (\d{1,18}), last completed NCCL work: (\d{1,18})")
 
 
@@ -586,7 +514,7 @@ def _behind(indexed: _Indexed) -> RecognisedFailure | None:
     """Return the ranks that called fewer collectives than others of their group, as their dumps show."""
     groups: dict[str | None, dict[int, tuple[int, LogText, int]]] = defaultdict(dict)
     for log, index in indexed:
-        for at in index.lines_with(_DUMPED, _COUNTED):
+        for at in index.lines_with(_DUMPED, COUNTED):
             rank, line = log.rank_at(at), log.lines[at]
             match, named = _ENQUEUED.search(line), next(reversed(list(_GROUP.finditer(line))), None)
             if match is not None and rank is not None:

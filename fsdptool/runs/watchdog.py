@@ -310,15 +310,16 @@ def waits_for_others(source: str) -> bool:
 
 
 def _write_flight_record(folder: Path, rank: int) -> None:
-    """Write NCCL's last collectives, which it would write itself only when one of them times out."""
+    """Write the last collectives, which torch would write itself only when one of them times out."""
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    dump = getattr(c10d, "_dump_nccl_trace", None)
+    # A build without NCCL has the record of other backends only.
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
     if dump is None:
         return
     with suppress(Exception):
         record = dump()
-        if record:
+        if b"collective_seq_id" in record:
             (folder / LOGS / f"{FLIGHT_RECORD}{rank}").write_bytes(record)
 
 

@@ -262,7 +262,7 @@ def test_a_log_without_a_known_failure_says_so(tmp_path: Path, capsys: pytest.Ca
     )
     assert fsdptool(["diagnose", str(log)]) == 5
     said = capsys.readouterr().out
-    assert "no known failure explains this; the exception that ended the run is" in said
+    assert "no known failure explains this; the run ended by:" in said
     assert "KeyError: 'the" in said
     assert "\x1b" not in said
     log.write_text("step 1 loss 3.0\nstep 2 loss 2.9\n")

@@ -122,6 +122,79 @@ def test_of_a_chain_the_first_exception_is_shown_and_never_a_wrapper() -> None:
     assert alone.exception is not None and "CalledProcessError" in alone.exception.text
 
 
+OWN = """\
+{0}Traceback (most recent call last):
+{0}  File "/srv/train.py", line 9, in main
+{0}    step(batch)
+{0}  File "/srv/metrics.py", line 44, in compute
+{0}    return logs["eval_f1"]
+{0}  File "/opt/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1751, in _call_impl
+{0}    return forward_call(*args, **kwargs)
+{0}KeyError: 'eval_f1'
+"""
+
+
+def test_an_unknown_exception_names_the_own_line_that_raised_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(OWN.format("3: [rank3]: "))
+    assert fsdptool(["diagnose", str(log)]) == 5
+    assert "raised in /srv/metrics.py:44 in compute" in capsys.readouterr().out
+    rich = "╭─── Traceback (most recent call last) ───╮\n│ /srv/cli.py:88 in main │\n╰──╯\nValueError: moon\n"
+    answer = answer_of(rich)
+    assert answer.exception is not None and answer.exception.frame == "/srv/cli.py:88 in main"
+
+
+def test_a_known_and_an_unknown_failure_are_two_answers() -> None:
+    answer = answer_of(FULL.format(2, 2, "") + OWN.format("[rank0]: "))
+    assert causes(answer) == ["RUN001"]
+    assert answer.exception is not None and answer.exception.text == "KeyError: 'eval_f1'"
+    # What was raised while a known failure was handled follows from it.
+    during = "[rank2]: During handling of the above exception, another exception occurred:\n"
+    assert answer_of(FULL.format(2, 2, "") + during + OWN.format("[rank2]: ")).exception is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (
+            " 5: [rank5]: torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.96 GiB. GPU 5 has a"
+            " total capacity of 63.98 GiB of which 0.20 GiB is free. Of the allocated memory 60.1 GiB is"
+            " allocated by PyTorch, and 0.9 GiB is reserved by PyTorch but unallocated.\n"
+            "srun: error: nid005021: task 5: Exited with exit code 1\n",
+            "RUN001",
+        ),
+        (
+            "RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB (GPU 1; 23.70 GiB total capacity;"
+            " 21.02 GiB already allocated; 210.81 MiB free; 22.10 GiB reserved in total by PyTorch)\n",
+            "RUN001",
+        ),
+        ("    Reason:       OOMKilled\n    Exit Code:    137\n", "RUN004"),
+        ("trainer-0 exited with code 137\n", "RUN004"),
+        (
+            "(raylet) node_manager.cc:3287: 1 Workers (tasks / actors) killed due to memory pressure (OOM)\n"
+            "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n",
+            "RUN209",
+        ),
+        (
+            "TensorCompare.cu:110: Assertion `probability tensor contains either `inf`, `nan` or element < 0`"
+            " failed.\n"
+            "[rank0]: RuntimeError: CUDA error: device-side assert triggered\n",
+            "RUN228",
+        ),
+        (
+            "ip-10:221 [0] nccl_net_ofi_create_plugin:209 NCCL WARN NET/OFI Unable to find a protocol that"
+            " worked.\n"
+            "[rank0]: ncclInternalError: Internal check failed.\n",
+            "RUN290",
+        ),
+    ],
+)
+def test_other_wordings_lead_to_the_cause(text: str, code: str) -> None:
+    assert causes(answer_of(text))[0] == code
+
+
 TIMEOUT = (
     "[rank0]:[E612 09:14:22.1 ProcessGroupNCCL.cpp:685] [Rank 0] Watchdog caught collective operation"
     " timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=8, NumelOut=8, Timeout(ms)=600000)"

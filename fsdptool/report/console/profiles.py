@@ -103,10 +103,11 @@ def _comparison(compared: RanksCompared) -> Iterator[str]:
     if compared.late_rank is not None:
         late = next(rank for rank in compared.ranks if rank.rank == compared.late_rank)
         others = [rank.seconds for rank in compared.ranks if rank.rank != late.rank]
+        least, most = duration(min(others)), duration(max(others))
+        whole = f"the others, which wait for it, for {least}" + (f" to {most}" if most != least else "")
         yield (
-            f"rank {late.rank} is late: it is in collectives for {duration(late.seconds)}, the others for"
-            f" {duration(min(others))} to {duration(max(others))}, which wait for it; it arrives last in"
-            f" {late.shortest} of {compared.collectives}"
+            f"rank {late.rank} is late: it is in collectives for {duration(late.seconds)}, {whole};"
+            f" it arrives last in {late.shortest} of {compared.collectives}"
         )
     else:
         yield f"no rank is clearly late in the {compared.collectives} collectives that all traces share"

@@ -321,8 +321,11 @@ def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
             print_line(line)
     if diagnosis.exception is not None:
         seen = diagnosis.exception
-        print_line("no known failure explains this; the exception that ended the run is", style="yellow")
+        known = "also raised, and not known" if causes else "no known failure explains this; the run ended by"
+        print_line(f"{known}:", style="yellow")
         print_line(f"  {seen.file}:{seen.line}: {seen.text}")
+        if seen.frame is not None:
+            print_line(f"  raised in {seen.frame}")
     elif not causes:
         print_line(_nothing(diagnosis))
     if not causes and not diagnosis.ended_well and diagnosis.facts is not None:
