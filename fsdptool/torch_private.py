@@ -103,6 +103,7 @@ NAMES = (
     *_all(
         "torch._C._distributed_c10d", "the record of NCCL's last collectives", "_dump_nccl_trace", nccl=True
     ),
+    *_all("torch._C._distributed_c10d", "the same of other backends", "_dump_fr_trace"),
     *_all("torch", "a tensor of a checkpoint that is read in parts", "Tensor._make_wrapper_subclass"),
     # Modules.
     *_all(

@@ -9,15 +9,25 @@ import typer
 
 from fsdptool.cli.options import Format, FormatOption, print_document, say, write_file
 from fsdptool.errors import ExitCode
+from fsdptool.files.text import is_file
 
 
 def command(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders of fsdptool train.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders of fsdptool train, or more traces.")
+    ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU on which the runs were measured; by default that of --measured."),
+        typer.Option(help="GPU of the runs; by default that of --measured or of the traces."),
     ] = None,
     measured: Annotated[Path | None, typer.Option(help="What fsdptool doctor --gpu -o wrote.")] = None,
+    from_trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Trace of torch's profiler; name those of other ranks after it.",
+            metavar="TRACE",
+        ),
+    ] = None,
     context: Annotated[
         str | None, typer.Option(help="Memory of a process before its first tensor, for example '480 MiB'.")
     ] = None,
@@ -34,7 +44,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Fit the machine table of plan --machine to measured runs, and to what doctor --gpu measured.
+    """Fit the machine table of plan --machine to measured runs, what doctor --gpu measured, and traces.
 
     Without -o, the table is printed. Rows of the table given with --machine are kept.
     """
@@ -46,12 +56,14 @@ def command(
     from fsdptool.records.codec import to_json
     from fsdptool.report.console.tables import print_line, print_table
 
+    traces = [*(from_trace or []), *(run for run in runs or [] if from_trace and is_file(run))]
     row = calibrate(
         gpu,
-        [read_sample(run) for run in runs or []],
+        [read_sample(run) for run in runs or [] if run not in traces],
         context_bytes=parse_size(context),
         communicator_bytes=parse_size(communicator),
         measured=measured,
+        traces=traces,
         gpus_file=gpus_file,
         table=machine,
     )

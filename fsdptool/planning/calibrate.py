@@ -16,6 +16,8 @@ from fsdptool.records.cluster import AttentionRate, Gpu, Machine
 from fsdptool.records.codec import from_json
 from fsdptool.records.measurements import Measurements, RankMeasurements
 from fsdptool.records.plan import Candidate
+from fsdptool.runs.recordings.rates import traced_rates
+from fsdptool.runs.recordings.traces import KinetoTrace, read_trace
 
 _FRACTIONS = ("matmul_efficiency", "memory_efficiency")
 
@@ -58,6 +60,7 @@ def calibrate(
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
     measured: Path | None = None,
+    traces: Sequence[Path] = (),
     gpus_file: Path | None = None,
     table: Path | None = None,
 ) -> Machine:
@@ -67,7 +70,7 @@ def calibrate(
     compute is the median step less what the prediction gives communication, optimizer and offload.
     The reserved ratio is the largest seen, so that a plan with it errs towards safety.
 
-    Figures of ``measured`` come first; what runs or options say replaces them.
+    Figures of ``traces`` come first, then those of ``measured``; what runs or options say replaces them.
 
     Args:
         gpu: Catalogue name of the GPU the runs were made on; None takes that of ``measured``.
@@ -75,19 +78,29 @@ def calibrate(
         context_bytes: What the driver reported for a process before its first tensor.
         communicator_bytes: What it grew by when the first communicator was opened.
         measured: What ``fsdptool doctor --gpu`` wrote.
+        traces: Traces of torch's profiler of one run on this GPU.
         gpus_file: Further catalogue entries.
         table: Rows to start from instead of the shipped ones.
 
     Raises:
         PlanError: The runs have no measurements to fit, or the GPU is unknown.
+        StorageError: A trace cannot be read.
+        ConfigError: A trace does not contain work of a GPU.
     """
+    recorded = [read_trace(path) for path in traces]
     ranks = _read_measurements(measured) if measured is not None else None
-    name = gpu or (ranks.gpu if ranks is not None else None)
+    name = (
+        gpu
+        or (ranks.gpu if ranks is not None else None)
+        or next((trace.gpu for trace in recorded if trace.gpu), None)
+    )
     if name is None:
         raise PlanError("no GPU is named", help="name the GPU of the runs with --gpu")
     spec = find_gpu(name, gpus_file=gpus_file).gpu
     base = machine_for(spec, table=table)
-    changes: dict[str, Any] = _measured_rates(spec, ranks) if ranks is not None else {}
+    changes, events = _traced(spec, recorded, base)
+    if ranks is not None:
+        changes |= _measured_rates(spec, ranks)
     factors = [factor for sample in samples if (factor := _speed(sample)) is not None]
     if factors:
         factor = statistics.median(factors)
@@ -112,13 +125,17 @@ def calibrate(
     if not changes:
         raise PlanError(
             "these runs have no measurements to calibrate from",
-            help="train on GPUs with a prediction (fsdptool train), or give --context",
+            help="train on GPUs with a prediction (fsdptool train), or give --context; traces need"
+            " record_shapes and several large products, copies or collectives",
         )
     origins = [sample.folder for sample in samples] + ([str(measured)] if measured is not None else [])
+    origins += [str(path) for path in traces]
     origin = ", ".join(origins) or "figures given as options"
-    kept = sorted(set(_FRACTIONS) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
+    kept = sorted(set(_FRACTIONS) | set(events) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
     untouched = [name for name in kept if name not in changes]
     source = f"measured: {origin}"
+    if rests := [f"{field} on {number:,} {what}" for field, (number, what) in events.items()]:
+        source += f"; of traces, {', '.join(rests)}"
     if untouched:
         source += f"; not measured, as shipped: {', '.join(untouched)}"
     return replace(base, name=spec.name, match=spec.name, measured=True, source=source, **changes)
@@ -170,6 +187,29 @@ def _measured_rates(gpu: Gpu, ranks: RankMeasurements) -> dict[str, Any]:
         if (value := getattr(ranks, name)) is not None:
             changes[name] = value
     return changes
+
+
+def _traced(
+    gpu: Gpu, traces: Sequence[KinetoTrace], base: Machine
+) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+    """Return the fields of a machine's row that traces replace, and on how many events each of them rests."""
+    rates = traced_rates(traces, cache_bytes=base.cache_bytes)
+    peak = next((gpu.flops[name] for name in ("bfloat16", "float16") if gpu.flops.get(name)), None)
+    changes: dict[str, Any] = {}
+    events: dict[str, tuple[int, str]] = {}
+    if rates.products is not None and peak:
+        changes["matmul_efficiency"] = _fraction(rates.products.value / peak)
+        events["matmul_efficiency"] = rates.products.events, "products"
+    if rates.copies is not None:
+        changes["memory_efficiency"] = _fraction(_STREAMED * rates.copies.value / gpu.memory_bandwidth)
+        events["memory_efficiency"] = rates.copies.events, "copies"
+    if rates.link is not None:
+        changes["link_efficiency"] = _fraction(rates.link.value / gpu.link_bandwidth)
+        events["link_efficiency"] = rates.link.events, "collectives"
+    if rates.hop is not None:
+        changes["link_latency"] = rates.hop.value
+        events["link_latency"] = rates.hop.events, "collectives"
+    return changes, events
 
 
 def _attention_rates(ranks: RankMeasurements, peak: float) -> tuple[AttentionRate, ...]:

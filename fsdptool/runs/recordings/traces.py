@@ -51,7 +51,8 @@ class GpuWork(NamedTuple):
         operation: Of a collective; else empty.
         group: Name of the process group, where the trace says it.
         group_size: Ranks of the group, where the trace says it.
-        bytes: Of the larger of input and output of a collective, where the trace says them.
+        bytes: Of the larger of input and output of a collective, or of a copy, where the trace says them.
+        within: Whether it is a copy within the GPU.
     """
 
     start: float
@@ -62,6 +63,23 @@ class GpuWork(NamedTuple):
     group: str = ""
     group_size: int | None = None
     bytes: int | None = None
+    within: bool = False
+
+
+class Product(NamedTuple):
+    """An operator of the host that multiplies matrices, with the sizes that the trace says.
+
+    Attributes:
+        start, end, thread: When and where it ran on the host.
+        flops: Two for each multiplication.
+        half: Whether its operands are bf16 or fp16.
+    """
+
+    start: float
+    end: float
+    thread: str
+    flops: float
+    half: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +99,12 @@ class KinetoTrace:
     Attributes:
         file: The file.
         rank, world_size, gpu: What the trace says of them.
+        gpus: GPUs that the process saw.
+        device: Number of the GPU that ran the first kernel.
         base: Nanoseconds since 1970 at which the trace's clock begins.
         work: Kernels and copies, by start.
         launches: When and on which thread each launch took place, by its number.
+        products: Products of matrices of which the trace says the sizes (``record_shapes``).
         steps, hooks: Annotations of steps and of FSDP's hooks, by start.
         complete: Whether the file could be read to its end.
     """
@@ -92,9 +113,12 @@ class KinetoTrace:
     rank: int | None = None
     world_size: int | None = None
     gpu: str | None = None
+    gpus: int = 0
+    device: int | None = None
     base: int = 0
     work: list[GpuWork] = field(default_factory=list)
     launches: dict[int, tuple[float, str]] = field(default_factory=dict)
+    products: list[Product] = field(default_factory=list)
     steps: list[HostRange] = field(default_factory=list)
     hooks: list[HostRange] = field(default_factory=list)
     complete: bool = True
@@ -250,7 +274,7 @@ def _take(trace: KinetoTrace, name: str, value: Any) -> None:
     elif name == "distributedInfo" and isinstance(value, dict):
         trace.rank, trace.world_size = count(value.get("rank")), count(value.get("world_size")) or None
     elif name == "deviceProperties" and isinstance(value, list) and value and isinstance(value[0], dict):
-        gpu = value[0].get("name")
+        gpu, trace.gpus = value[0].get("name"), len(value)
         trace.gpu = _clean(gpu) if isinstance(gpu, str) else None
     elif name == "baseTimeNanoseconds":
         trace.base = count(value) or (int(value) if isinstance(value, str) and value.isdecimal() else 0)
@@ -266,6 +290,7 @@ _KINDS: Mapping[str, str] = {
     "user_annotation": "annotation",
     **dict.fromkeys(("kernel", "Kernel"), "kernel"),
     **dict.fromkeys(("gpu_memcpy", "gpu_memset", "Memcpy", "Memset"), "copy"),
+    **dict.fromkeys(("cpu_op", "Operator"), "operator"),
     **dict.fromkeys(("cuda_runtime", "cuda_driver", "Runtime", "hip_runtime", "xpu_runtime"), "launch"),
 }
 """What the categories of events are, of torch 1.8 to 2.13."""
@@ -274,12 +299,13 @@ _KINDS: Mapping[str, str] = {
 def _take_event(trace: KinetoTrace, event: Mapping[str, Any]) -> None:
     category, name = event.get("cat"), event.get("name")
     kind = _KINDS.get(category) if isinstance(category, str) else None
-    if kind is None or not isinstance(name, str):
+    if kind is None or not isinstance(name, str) or (kind == "operator" and name not in _PRODUCTS):
         return
     start, length = number(event.get("ts")), number(event.get("dur"))
     if start is None or length is None or not (0 <= start < _LARGEST_TIME and 0 <= length < _LARGEST_TIME):
         return
-    if len(trace.work) + len(trace.launches) + len(trace.hooks) + len(trace.steps) >= _KEPT:
+    kept = (trace.work, trace.launches, trace.hooks, trace.steps, trace.products)
+    if sum(map(len, kept)) >= _KEPT:
         raise ConfigError(
             f"{trace.file}: the trace contains more than {_KEPT:,} kernels, launches and annotations",
             help="record fewer steps: torch.profiler.schedule(wait=1, warmup=1, active=3)",
@@ -293,11 +319,22 @@ def _take_event(trace: KinetoTrace, event: Mapping[str, Any]) -> None:
     arguments = event.get("args")
     known = arguments if isinstance(arguments, dict) else {}
     launch = count(known.get("correlation"))
+    if kind == "kernel" and trace.device is None:
+        trace.device = count(known.get("device"))
     if kind == "launch":
         if launch is not None:
             trace.launches[launch] = start, _thread(event)
         return
-    if kind == "copy" or "nccl" not in name.lower():
+    if kind == "operator":
+        if (flops := _flops(_PRODUCTS[name], known.get("Input Dims"))) is not None:
+            half = str(known.get("Input type")).count("BFloat16") + str(known.get("Input type")).count("Half")
+            trace.products.append(Product(start, start + length, _thread(event), flops, half >= 2))
+        return
+    if kind == "copy":
+        size = count(known.get("bytes"))
+        trace.work.append(GpuWork(start, start + length, kind, launch, bytes=size, within="DtoD" in name))
+        return
+    if "nccl" not in name.lower():
         trace.work.append(GpuWork(start, start + length, kind, launch))
         return
     size = count(known.get("Group size")) or None
@@ -317,6 +354,26 @@ def _take_event(trace: KinetoTrace, event: Mapping[str, Any]) -> None:
             whole,
         )
     )
+
+
+_PRODUCTS: Mapping[str, int] = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Operators that launch the kernels of products, and the place of their first factor among the inputs."""
+
+
+def _flops(first: int, sizes: object) -> float | None:
+    """Return the FLOPs of a product, (batches of) m times k and k times n; None where sizes do not tell."""
+    if not isinstance(sizes, list) or len(sizes) < first + 2:
+        return None
+    left, right = sizes[first], sizes[first + 1]
+    for shape in (left, right):
+        if not isinstance(shape, list) or len(shape) not in (2, 3) or any(not count(size) for size in shape):
+            return None
+    if len(left) != len(right) or left[-1] != right[-2]:
+        return None
+    flops = 2.0 * right[-1]
+    for size in left:
+        flops *= size
+    return flops if flops < _LARGEST_TIME else None
 
 
 def _thread(event: Mapping[str, Any]) -> str:
