@@ -66,6 +66,18 @@ def test_neighbours_merge() -> None:
     assert allocator.reserved == 20 * MIB
 
 
+def test_the_growing_end_of_expandable_segments_is_taken_last() -> None:
+    """A free chunk of 8 MiB and an end of 6 MiB: torch puts 5 MiB into the 8, and so 10 more grow from the 6."""
+    allocator = CachingAllocator(expandable=True)
+    hole = allocator.allocate(8 * MIB)
+    allocator.allocate(6 * MIB)
+    allocator.release(hole)
+    assert allocator.reserved == 20 * MIB
+    assert allocator.allocate(5 * MIB) is hole
+    allocator.allocate(10 * MIB)
+    assert allocator.reserved == 40 * MIB
+
+
 def test_expandable_segments_do_not_fragment() -> None:
     """Two freed halves serve a larger request only where the range can grow behind them."""
     plain, growing = CachingAllocator(), CachingAllocator(expandable=True)
