@@ -37,6 +37,7 @@ def command(
     html: Annotated[
         Path | None, typer.Option(help="Write the page of a memory snapshot.", metavar="FILE.html")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing page.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Recognise known failures of FSDP runs: the cause, what to change, and the rule's page.
@@ -51,7 +52,7 @@ def command(
     if plan is not None and run is not None:
         raise ConfigError("--plan and --run are given", help="compare with one of them")
     if _is_snapshot(targets or []):
-        return _memory((targets or [])[0], plan, run, html, format)
+        return _memory((targets or [])[0], plan, run, html, force, format)
     if html is not None:
         raise ConfigError("--html is for a memory snapshot", help="give one, or leave the option out")
     if _are_traces(targets or []):
@@ -119,7 +120,9 @@ def _planned(plan: Path | None, run: Path | None) -> Candidate | None:
     return None
 
 
-def _memory(target: Path, plan: Path | None, run: Path | None, html: Path | None, format: Format) -> int:
+def _memory(
+    target: Path, plan: Path | None, run: Path | None, html: Path | None, force: bool, format: Format
+) -> int:
     """Print what holds the memory of a GPU, by a snapshot."""
     from fsdptool.records.diagnostic import answer
     from fsdptool.runs.recordings.snapshots import describe_snapshot
@@ -131,7 +134,7 @@ def _memory(target: Path, plan: Path | None, run: Path | None, html: Path | None
     if html is not None:
         from fsdptool.report.page.snapshot import snapshot_page
 
-        write_file(html, snapshot_page(answered))
+        write_file(html, snapshot_page(answered), force=force)
     if format is Format.JSON:
         print_document(answered.document())
     else:

@@ -67,7 +67,7 @@ def test_neighbours_merge() -> None:
 
 
 def test_the_growing_end_of_expandable_segments_is_taken_last() -> None:
-    """A free chunk of 8 MiB and an end of 6 MiB: torch puts 5 MiB into the 8, and so 10 more grow from the 6."""
+    """Of 8 MiB free and an end of 6 MiB, torch puts 5 MiB into the 8; 10 more then grow from the 6."""
     allocator = CachingAllocator(expandable=True)
     hole = allocator.allocate(8 * MIB)
     allocator.allocate(6 * MIB)

@@ -148,6 +148,8 @@ def test_document_page_and_text(file: Path, tmp_path: Path, capsys: pytest.Captu
     assert "<b>model" not in html
     assert "&lt;b&gt;model" in html
     assert "<script" not in html
+    assert fsdptool(["diagnose", str(file), "--html", str(page)]) == 2
+    assert fsdptool(["diagnose", str(file), "--html", str(page), "--force"]) == 0
     assert fsdptool(["diagnose", str(file)]) == 0
     text = capsys.readouterr().out
     assert "a request of 15.0 MiB failed at /home/user/<b>model</b>.py:40 forward" in text

@@ -94,7 +94,7 @@ class CachingAllocator:
         places = pool.places
         index = bisect_left(places, rounded_size << _SERIAL_BITS)
         if self.expandable and index + 1 < len(places) and pool.free[places[index]] is pool.tail:
-            # The last chunk counts as large as its range can grow: any other one that is large enough is taken.
+            # The last chunk counts as large as its range can grow: any other large enough comes first.
             index += 1
         chunk = pool.free.pop(places.pop(index)) if index < len(places) else self._grow(pool, rounded_size)
         left = chunk.size - rounded_size
