@@ -40,6 +40,8 @@ _SHIPPED = re.compile(
     r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|multi_gpu|ddp|single_gpu)\.ya?ml$"
 )
 """Files of TRL 1.16 (``trl/accelerate_configs``), alignment-handbook and open-r1 that say the same."""
+_NEGATES = ("trl", "trainer", "ms-swift", "llamafactory")
+"""Programs whose parser makes ``--no_KEY`` of a switch that is on (transformers ``hf_argparser.py``)."""
 _TRAINS = re.compile(r"train|tun(?:e|ing)|sft|dpo|grpo|orpo|kto|rloo|ppo|gkd|reward|(?:^|_)run(?:_|$)|^main$")
 """What the name of a script that trains contains."""
 _OTHER_WORK = re.compile(
@@ -265,6 +267,9 @@ def _of_command(
                 base = read
             else:
                 unread = f"{named} is not read here: the run that it describes is not known"
+        if reader.name in _NEGATES:
+            data |= {key[3:]: False for key in data if key.startswith("no_") and key != "no_cuda"}
+            data = {key: value for key, value in data.items() if key[3:] not in data or key[:3] != "no_"}
         for key, value in (*data.items(), *overrides):
             _put(base, key.split("."), value)
         if launch.fsdp is None and launch.program == "accelerate":
@@ -417,6 +422,8 @@ def _launch(
         launch = replace(launch, processes=_product(flags, "num_gpus", "num_nodes"), deepspeed=True)
     elif command.program == "python" and script is not None and command.verb == "":
         launch = replace(launch, processes=1)
+    elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
+        launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
     per_node = integer(environment.get("NPROC_PER_NODE"))
     if launch.processes in (None, 1) and per_node is not None:
         launch = replace(launch, processes=per_node * (integer(environment.get("NNODES")) or 1))

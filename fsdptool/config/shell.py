@@ -241,7 +241,8 @@ def _spans(text: str, start: int, end: int) -> list[tuple[int, int]]:
     while index < end:
         character = text[index]
         if character == "\\":
-            index += 3 if text.startswith("\\\r\n", index) else 2
+            noted = _CONTINUES.match(text, index, end)
+            index = noted.end() if noted is not None else index + 2
         elif character in "'\"":
             index = _quoted(text, index, end)
         elif character == "#" and (index == start or text[index - 1].isspace()):
@@ -271,7 +272,7 @@ def spans_of(text: str) -> list[tuple[int, int]]:
 
 
 def _is_word(text: str, index: int) -> bool:
-    """Whether an opening bracket belongs to a word: ``$(...)``, ``${...}``, ``NAME=(...)``."""
+    """Whether an opening bracket belongs to a word: ``$(...)``, ``${...}``, ``$[...]``, ``NAME=(...)``."""
     before = text[max(0, index - 3) : index]
     return before.endswith("$") or (text[index] == "(" and _ARRAY.search(before) is not None)
 
@@ -279,7 +280,7 @@ def _is_word(text: str, index: int) -> bool:
 def enclosed(text: str, index: int, end: int) -> int | None:
     """Return where the bracket at ``index`` is closed, or None where it is not; quotes hide brackets."""
     opening = text[index]
-    closing = {"(": ")", "{": "}"}[opening]
+    closing = {"(": ")", "{": "}", "[": "]"}[opening]
     depth, end = 0, min(end, index + _BRACKET)
     while index < end:
         character = text[index]
@@ -307,6 +308,8 @@ def _separates(text: str, index: int) -> bool:
     return text[index - 1 : index] != ">" and text[index + 1 : index + 2] != ">"
 
 
+_CONTINUES = re.compile(r"\\(?:[ \t]+#[^\n]*|[ \t]*\r?)\n")
+"""A backslash at a line's end. A note may stand behind it: bash would end the command, but people mean it."""
 _BLANK = re.compile(r"\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*")
 _FLAG_LINE = re.compile(r"[ \t]*--?[A-Za-z]")
 
@@ -331,7 +334,9 @@ def words_of(text: str, start: int, end: int) -> Iterator[Node]:
     while index < end:
         if text[index].isspace():
             index += 1
-        elif text[index] == "\\" and text[index + 1 : index + 2] in ("\n", "\r", ""):
+        elif text[index] == "\\" and (noted := _CONTINUES.match(text, index, end)):
+            index = noted.end()
+        elif text[index] == "\\" and text[index + 1 : index + 2] in ("\r", ""):
             index += 2
         elif text[index] == "#" and (index == start or text[index - 1].isspace()):
             line = text.find("\n", index, end)
@@ -353,7 +358,7 @@ def _shell_word(text: str, start: int, end: int) -> Node:
             inner = text[index + 1 : stop - 1] if closed else character
             value.append(_ESCAPED.sub(r"\1", inner) if closed and character == '"' else inner)
             index = stop
-        elif character in "({" and _is_word(text, index) and (stop := enclosed(text, index, end) or 0):
+        elif character in "({[" and _is_word(text, index) and (stop := enclosed(text, index, end) or 0):
             value.append(text[index:stop])
             index = stop
         elif character == "\\" and index + 1 < end:

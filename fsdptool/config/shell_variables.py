@@ -178,8 +178,11 @@ class _Script:
                 return None
             return (not value) == (empty.group(1) == "z")
         equal = _EQUAL.fullmatch(condition)
-        value = self.get(equal.group(1))[1] if equal is not None else None
-        if equal is None or value is None or "$" in value:
+        if equal is None:
+            return None
+        assigned, value = self.get(equal.group(1))
+        value = value if assigned else ""
+        if value is None or "$" in value:
             return None
         return (value == equal.group(3)) == (equal.group(2) != "!=")
 
@@ -193,16 +196,17 @@ class _Script:
             match = _ASSIGNMENT.match(word.raw)
             if match is None:
                 continue
+            known = self.text(word.raw, splits=False)
             name, raw = match.group(1), word.raw[match.end() :]
             value = self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self._value(raw)
             if match.group(2):
                 value = _joined(self.get(name)[1], value)
             if value is not None and sum(map(len, value)) > _LONGEST:
-                value = None
+                value, known = None, word.raw
             self._set(name, value, maybe)
-            if isinstance(value, str) and "$" not in value:
-                pieces += (span[last : word.start], f"{name}={shlex.quote(value)}")
-                last = word.end
+            quoted = isinstance(value, str) and "$" not in value and "\n" not in value
+            pieces += (span[last : word.start], f"{name}={shlex.quote(str(value))}" if quoted else known)
+            last = word.end
         return "".join((*pieces, span[last:]))
 
     def _value(self, raw: str) -> Value:
@@ -267,6 +271,8 @@ class _Script:
             end = raw.find("`", index + 1) + 1 or index + 1
             return end, _folder(raw[index:end])
         following = raw[index + 1 : index + 2]
+        if following == "[" and (end := raw.find("]", index)) > 0:  # the form of arithmetic before ``$((``
+            return end + 1, self._arithmetic(raw[index + 2 : end])
         if following in ("(", "{"):
             closed = enclosed(raw, index + 1, len(raw))
             if closed is None:

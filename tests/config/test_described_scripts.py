@@ -45,7 +45,10 @@ def described(text: str) -> DescribedRun:
 
 
 def script(folder: Path, text: str) -> DescribedRun | None:
-    """Return the run of a script beside three training files."""
+    """Return the run of a script beside four training files."""
+    (folder / "titan.toml").write_text(
+        '[job]\n[model]\nname="llama3"\nflavor="8B"\n[training]\n[optimizer]\n[metrics]\n'
+    )
     for name, content in (("axolotl.yml", AXOLOTL), ("automodel.yaml", AUTOMODEL), ("trl.yaml", TRL)):
         (folder / name).write_text(content)
     path = folder / "run.sh"
@@ -89,6 +92,37 @@ def test_megatron_is_out_of_scope_and_its_mesh_is_told() -> None:
     assert "config_name" in {item.key for item in run.keys.not_modelled if item.changes == "memory"}
 
 
+def test_megatron_swift_is_told_and_not_planned() -> None:
+    run = described(
+        "NPROC_PER_NODE=8 \\\nmegatron rlhf --rlhf_type dpo --load org/Qwen3-4B --tensor_model_parallel_size 2"
+        " --pipeline_model_parallel_size 2 --micro_batch_size 1 --global_batch_size 8 --max_length 512\n"
+    )
+    assert (run.program, run.family, run.fsdp, run.objective) == ("ms-swift", "qwen3:4b", "none", "dpo")
+    assert (run.mesh.tp, run.mesh.pp, run.processes, run.accumulation) == (2, 2, 8, 4)
+    assert [item.changes for item in run.keys.not_modelled] == ["memory"]
+
+
+def test_a_switch_may_be_negated() -> None:
+    line = "trl sft --model_name_or_path gpt2 --dataset_name d --no_gradient_checkpointing --use_peft"
+    run = described(f"{line} --no_remove_unused_columns\n")
+    assert (run.gradient_checkpointing, run.lora_targets, run.problems) == ("none", ("c_attn",), ())
+
+
+def test_notes_behind_backslashes_do_not_end_a_command() -> None:
+    run = described(
+        "accelerate launch --num_processes 2 \\  # how many\n  train_cogvideox_lora.py \\ # the script\n"
+        "  --pretrained_model_name_or_path org/CogVideoX-2b \\\n  --mixed_precision bf16 --output_dir o\n"
+    )
+    assert (run.family, run.processes, run.compute_dtype) == ("cogvideox:2b", 2, "bf16")
+    assert (run.height, run.width, run.frames) == (480, 720, 49)
+
+
+def test_the_ranks_of_a_mesh_with_replicas_are_its_product() -> None:
+    sizes = "fsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\ndp_shard_size: 4\ntensor_parallel_size: 2\n"
+    assert described(f"{AXOLOTL}{sizes}").processes is None
+    assert described(f"{AXOLOTL}{sizes}dp_replicate_size: 2\n").processes == 16
+
+
 def test_a_trainer_of_reinforcement_is_one_without_its_keys() -> None:
     run = described("poetry run python -m verl.trainer.main_ppo data=my_group trainer.nnodes=1\n")
     assert run.objective == "ppo"
@@ -126,6 +160,9 @@ def test_what_uses_or_merges_a_model_is_no_training(tmp_path: Path, line: str) -
         ("automodel finetune llm -c automodel.yaml", "automodel", None),
         ("!accelerate launch --num_processes 2 run_dpo.py trl.yaml", "trl", 2),
         ("srun --job-name test torchrun --nproc_per_node 2 dpo.py --config trl.yaml", "trl", 2),
+        ("accelerate launch --num_processes 2 train/dpo_5.py --dataset_name=d --model_name_or_path=org/Qwen3-4B",
+         "trl", 2),
+        ("NGPU=4 CONFIG_FILE=titan.toml ./run_train.sh --training.seq_len 64", "torchtitan", 4),
         ("uv run --with trl dpo.py --config trl.yaml", "trl", None),
         ('"$PYTHON_BIN" -m axolotl.cli.train axolotl.yml', "axolotl", 1),
     ],

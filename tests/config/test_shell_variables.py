@@ -31,6 +31,8 @@ def words(script: str) -> list[str]:
         'MODE=async\nif [ "$MODE" = "async" ]; then K=one; else K=two; fi\necho x $K',
         "if [ -z \"$X\" ]; then X=set; fi\necho x $X",
         "P=/a/b/c.yaml\necho x ${P##*/}",
+        "N=2\nB=$[$N * 2 + 1]\necho x $B $[N + B]",
+        'if [[ "$UNSET" == "" ]]; then K=; else K="--flag $UNSET"; fi\nC="run $K --n 1"\necho x $C',
         "E=\necho x $E --next \"$E\"",
         'J=\'{"use": false}\'\necho x --json "$J" "$@" end',
         ": ${D:=deflt}\necho x $D",

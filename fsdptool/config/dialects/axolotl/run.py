@@ -7,6 +7,7 @@ Source: axolotl 0.19.0 (src/axolotl): ``utils/schemas`` (keys, defaults), ``util
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,10 @@ def describe(file: RunFile) -> DescribedRun:
         read.use("model_quantization_config", "model_quantization_config_kwargs")
         read.notes.append("the MXFP4 checkpoint is dequantised while it is loaded")
     processes = file.launch.processes
+    if processes is None and (mesh.dp_shard or 0) > 0 and (mesh.dp_replicate or 0) > 1:
+        # Only without dp_replicate_size may further ranks be replicas (utils/distributed.py:320).
+        sizes = (mesh.dp_shard, mesh.dp_replicate, mesh.cp, mesh.tp)
+        processes = math.prod(size or 1 for size in sizes)
     optimizer = read.text("optimizer")
     return read.describe(
         model=read.text("base_model"),

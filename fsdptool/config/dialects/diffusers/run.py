@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, EPOCHS, KEYS, TARGETS
+from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, CLIP, EPOCHS, KEYS, TARGETS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
 
@@ -109,10 +109,12 @@ def _targets(read: RunReader, script: str) -> tuple[str, ...]:
 
 def _sizes(read: RunReader, script: str) -> dict[str, Any]:
     if "cogvideo" in script or read.has("max_num_frames"):
+        sizes = {"height": "height", "width": "width", "frames": "max_num_frames"}
+        if "cogvideo" not in script:
+            return {name: read.whole(key) for name, key in sizes.items()}
         return {
-            "height": read.whole("height"),
-            "width": read.whole("width"),
-            "frames": read.whole("max_num_frames"),
+            name: read.whole(key) if read.has(key) else read.default(key, *CLIP[key])
+            for name, key in sizes.items()
         }
     side = read.whole("resolution")
     return {"height": side, "width": side}

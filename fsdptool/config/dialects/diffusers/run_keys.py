@@ -69,6 +69,9 @@ TARGETS = {
 }  # fmt: skip
 """Part of a script's name, and the modules that it adapts; the first that fits counts."""
 EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1}
+_COGVIDEO = "examples/cogvideo/train_cogvideox_lora.py"
+CLIP = {"height": (480, _COGVIDEO), "width": (720, _COGVIDEO), "max_num_frames": (49, _COGVIDEO)}
+"""Sizes of a clip that CogVideoX is trained on, where the command names none."""
 BESIDE = ("controlnet", "t2i_adapter", "ip_adapter", "textual_inversion", "custom_diffusion", "lcm_distill")
 """Parts of the names of scripts that train something beside the model, and keep that frozen."""
 BATCHES = {"text_to_image": 16}

@@ -39,12 +39,16 @@ class MsSwift(RunFormat):
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is ``swift sft``, or the module behind it."""
-        if launch.program == "swift" or launch.script.startswith("swift.cli"):
+        if launch.program in ("swift", "megatron") or launch.script.startswith("swift.cli"):
             return 1.0
         return 1.0 if "model" in names and names & _OWN else 0.0
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a file or a command line."""
+        if file.launch.program == "megatron":
+            from fsdptool.config.dialects.ms_swift import megatron
+
+            return megatron.describe(file)
         from fsdptool.config.dialects.ms_swift.run import describe
 
         return describe(file)

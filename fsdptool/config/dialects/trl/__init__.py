@@ -113,7 +113,9 @@ class Trl(Trainer):
         """Return how surely a command line is ``trl sft``, or a script with TRL's flags."""
         if launch.program == "trl" or launch.script.startswith("trl.") or ".trl." in f".{launch.script}":
             return 1.0
-        if launch.script.rpartition(".")[2] in _TRAINERS and {"dataset_name", "model_name_or_path"} <= names:
+        script = launch.script.rpartition(".")[2]
+        trains = script in _TRAINERS or bool(_TRAINERS & {*script.split("_")})
+        if trains and {"dataset_name", "model_name_or_path"} <= names:
             return 0.95
         known = names & {"model_name_or_path", "model_name"} and not names & (_OTHERS | {"model_max_length"})
         return 0.95 if known and len(names & _OF_RUNS) >= 2 else 0.0
