@@ -62,6 +62,8 @@ _OBJECTIVES = {
 }  # fmt: skip
 LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
+_OTHER_ENGINE = ("verl", "ms-swift")
+"""Programs that divide a model over ranks without FSDP only with Megatron."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
     **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "fusedadam"), ("adamw", "fused")),
@@ -191,8 +193,14 @@ def file_run(
         trusted: Whether code that the file names as its model may be imported.
 
     Raises:
-        PlanError: The model is not known.
+        PlanError: The model is not known, or Megatron divides it.
     """
+    sizes = (run.mesh.tp or 1, run.mesh.pp or 1, run.mesh.ep or 1)
+    if run.fsdp == "none" and run.program in _OTHER_ENGINE and max(sizes) > 1:
+        raise PlanError(
+            f"{where}: Megatron divides this model, which is out of scope",
+            help="plan a run with FSDP2: fsdptool plan MODEL --gpu GPU --gpus N",
+        )
     limits: list[PlanLimit] = [
         PlanLimit(key.key, key.side)
         for key in run.keys.not_modelled

@@ -35,6 +35,15 @@ max_length: 512
 per_device_train_batch_size: 2
 output_dir: o
 """
+TITAN = """
+[job]
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+[optimizer]
+[metrics]
+"""
 
 
 def described(text: str) -> DescribedRun:
@@ -46,10 +55,8 @@ def described(text: str) -> DescribedRun:
 
 def script(folder: Path, text: str) -> DescribedRun | None:
     """Return the run of a script beside four training files."""
-    (folder / "titan.toml").write_text(
-        '[job]\n[model]\nname="llama3"\nflavor="8B"\n[training]\n[optimizer]\n[metrics]\n'
-    )
-    for name, content in (("axolotl.yml", AXOLOTL), ("automodel.yaml", AUTOMODEL), ("trl.yaml", TRL)):
+    files = {"axolotl.yml": AXOLOTL, "automodel.yaml": AUTOMODEL, "trl.yaml": TRL, "titan.toml": TITAN}
+    for name, content in files.items():
         (folder / name).write_text(content)
     path = folder / "run.sh"
     path.write_text(text)
@@ -94,8 +101,9 @@ def test_megatron_is_out_of_scope_and_its_mesh_is_told() -> None:
 
 def test_megatron_swift_is_told_and_not_planned() -> None:
     run = described(
-        "NPROC_PER_NODE=8 \\\nmegatron rlhf --rlhf_type dpo --load org/Qwen3-4B --tensor_model_parallel_size 2"
-        " --pipeline_model_parallel_size 2 --micro_batch_size 1 --global_batch_size 8 --max_length 512\n"
+        "NPROC_PER_NODE=8 \\\nmegatron rlhf --rlhf_type dpo --load org/Qwen3-4B"
+        " --tensor_model_parallel_size 2 --pipeline_model_parallel_size 2"
+        " --micro_batch_size 1 --global_batch_size 8 --max_length 512\n"
     )
     assert (run.program, run.family, run.fsdp, run.objective) == ("ms-swift", "qwen3:4b", "none", "dpo")
     assert (run.mesh.tp, run.mesh.pp, run.processes, run.accumulation) == (2, 2, 8, 4)
@@ -118,7 +126,7 @@ def test_notes_behind_backslashes_do_not_end_a_command() -> None:
 
 
 def test_the_ranks_of_a_mesh_with_replicas_are_its_product() -> None:
-    sizes = "fsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\ndp_shard_size: 4\ntensor_parallel_size: 2\n"
+    sizes = "fsdp_config: {version: 2}\ndp_shard_size: 4\ntensor_parallel_size: 2\n"
     assert described(f"{AXOLOTL}{sizes}").processes is None
     assert described(f"{AXOLOTL}{sizes}dp_replicate_size: 2\n").processes == 16
 
@@ -160,7 +168,7 @@ def test_what_uses_or_merges_a_model_is_no_training(tmp_path: Path, line: str) -
         ("automodel finetune llm -c automodel.yaml", "automodel", None),
         ("!accelerate launch --num_processes 2 run_dpo.py trl.yaml", "trl", 2),
         ("srun --job-name test torchrun --nproc_per_node 2 dpo.py --config trl.yaml", "trl", 2),
-        ("accelerate launch --num_processes 2 train/dpo_5.py --dataset_name=d --model_name_or_path=org/Qwen3-4B",
+        ("accelerate launch --num_processes 2 dpo_5.py --dataset_name=d --model_name_or_path=org/Qwen3-4B",
          "trl", 2),
         ("NGPU=4 CONFIG_FILE=titan.toml ./run_train.sh --training.seq_len 64", "torchtitan", 4),
         ("uv run --with trl dpo.py --config trl.yaml", "trl", None),

@@ -524,3 +524,9 @@ def test_other_commands_take_a_training_file_for_a_model(
     assert "asks for what init does not write: lora, dpo" in capsys.readouterr().err
     assert run(["emit-config", "dpo.yaml", "--processes", "4", "--recipe-output", "d.yaml"]) == 2
     assert not Path("d.yaml").exists()
+
+
+def test_a_model_that_megatron_divides_is_refused(model: str, tmp_path: Path) -> None:
+    line = "megatron sft --model org/model --tensor_model_parallel_size 2 --max_length 64\n"
+    with pytest.raises(PlanError, match="Megatron divides this model"):
+        planned(tmp_path / "run.sh", line, model)
