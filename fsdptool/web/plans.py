@@ -136,6 +136,18 @@ def read_question(shared: Services, values: Mapping[str, str]) -> Question:
     return Question(fields, options, resolved)
 
 
+def first_fields() -> tuple[Field, ...]:
+    """Return the fields of the shortest question: model, GPUs and length."""
+    fields = (
+        _field(field) for field in option_fields(("reference", "gpu", "gpus", "sequence_length"), _START)
+    )
+    shown = {"reference": "llama3:8b", "gpu": "H100-80GB-SXM"}
+    return tuple(
+        replace(field, required=field.name in shown, placeholder=shown.get(field.name, ""), steps=(), help="")
+        for field in fields
+    )
+
+
 def submit(shared: Services, question: Question, *, group: str | None) -> WebJob:
     """Return the job that answers a question; its result is the document of ``plan``.
 
@@ -200,10 +212,15 @@ def _field(field: Field) -> Field:
         steps = [least]
         while steps[-1] < most:
             steps.append(steps[-1] * 2)
-        return replace(field, steps=tuple(str(step) for step in steps))
+        empty = _WITHOUT.get(field.name, field.placeholder)
+        return replace(field, steps=tuple(str(step) for step in steps), placeholder=empty)
     if field.kind is FieldKind.SWITCH and not _pair(field.name):
         return replace(field, choices=("yes",), empty="no")
     return replace(field, suggestions=_SUGGESTED.get(field.name, ()))
+
+
+_WITHOUT: Mapping[str, str] = {"nodes": "1", "micro_batch": "found by the search"}
+"""What applies while a field is empty."""
 
 
 def _pair(name: str) -> bool:

@@ -190,7 +190,7 @@ def _preset(shared: Services, fields: tuple[Field, ...]) -> EmissionSource:
 
 def _asked_fields(query: Mapping[str, str]) -> tuple[Field, ...]:
     fields = (
-        Field("preset", "Preset", choices=tuple(PRESETS), empty="(none)"),
+        Field("preset", "Preset", choices=tuple(PRESETS), empty="(choose one)"),
         Field(
             "reference",
             "Model",

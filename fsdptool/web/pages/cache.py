@@ -26,6 +26,18 @@ page = Page(
 _SHOWN_ENTRIES = 100
 
 
+KIND_WORDS = {
+    "anatomy": "inspected models",
+    "batch": "shapes of micro-batches",
+    "sample": "sizes of samples",
+    "trace": "traced steps",
+    "refusal": "models that cannot be traced",
+    "reserved": "reserved peaks of the allocator",
+    "trained": "models with adapters",
+}
+"""What the kinds of entries hold, in words."""
+
+
 @dataclass(slots=True)
 class KindTotal:
     """Entries of one kind. ``bytes`` is their size."""
@@ -33,6 +45,11 @@ class KindTotal:
     kind: str
     entries: int = 0
     bytes: int = 0
+
+    @property
+    def words(self) -> str:
+        """What the entries hold."""
+        return KIND_WORDS.get(self.kind, self.kind)
 
 
 async def show(request: Request) -> Response:
@@ -73,6 +90,7 @@ def _page(request: Request, fields: tuple[Field, ...]) -> Response:
         total=sum(entry.bytes for entry in entries),
         kinds=sorted(kinds.values(), key=lambda item: -item.bytes),
         entries=entries[:_SHOWN_ENTRIES],
+        kind_words=KIND_WORDS,
         count=len(entries),
         report=store.verify() if verify else None,
         verify_address=address_of(page.path, probe="yes" if probe else "", verify="yes") + "#cache",

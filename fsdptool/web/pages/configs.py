@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -24,6 +25,17 @@ SHOWN = ("error", "fixable", "ok", "other")
 """What a list of files can be narrowed to: a status, or the files of other programs."""
 
 
+TITLES = {
+    "error": "With errors",
+    "fixable": "With warnings or fixes",
+    "ok": "Without findings",
+    "other": "Of other programs",
+}
+"""Headings of the list, what needs work first."""
+_OPEN_ROWS, _GROUP_ROWS = 40, 50
+"""Files up to which every group is open, and files of a group that are listed until it is shown alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileRow:
     """One file of the list. ``status`` is one of ``SHOWN``."""
@@ -37,6 +49,17 @@ class FileRow:
     errors: int
     warnings: int
     fixable: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileGroup:
+    """Files of one status: those that are listed, how many there are, and where all of them are listed."""
+
+    title: str
+    rows: tuple[FileRow, ...]
+    count: int
+    address: str
+    open: bool
 
 
 def show(request: Request) -> Response:
@@ -64,7 +87,8 @@ def show(request: Request) -> Response:
         folder=folder,
         names=tuple(roots.folders),
         only=only,
-        rows=[row for row in rows if row.status == only or not only],
+        shown=counts[only] if only else len(rows),
+        groups=_groups(rows, only, folder),
         filters=[
             (
                 name or "all",
@@ -77,6 +101,21 @@ def show(request: Request) -> Response:
         warnings=sum(row.warnings for row in rows),
         limited=len(rows) == MOST_FILES,
     )
+
+
+def _groups(rows: Sequence[FileRow], only: str, folder: str) -> list[FileGroup]:
+    """Return the files by what is wrong with them, most errors first, then most warnings, then by name."""
+    groups = []
+    for status in SHOWN:
+        own = [row for row in rows if row.status == status]
+        if not own or only not in ("", status):
+            continue
+        own.sort(key=lambda row: (-row.errors, -row.warnings, row.name))
+        listed = own if only else own[:_GROUP_ROWS]
+        unfolded = bool(only) or status in ("error", "fixable") or len(rows) <= _OPEN_ROWS
+        address = address_of(page.path, folder=folder, show=status)
+        groups.append(FileGroup(TITLES[status], tuple(listed), len(own), address, unfolded))
+    return groups
 
 
 def _row(item: JudgedFile) -> FileRow:

@@ -107,7 +107,7 @@ def _page(request: Request) -> Response:
         return _render(request, target="", text=text, **_configuration(reading, name, query.get("fix", "")))
     size = len(text.encode("utf-8", "surrogatepass"))
     answer = diagnose_logs(_PASTED, (LogText(_PASTED, text.replace("\r", "\n"), size, size),))
-    command = ("fsdptool", "diagnose", "train.log")
+    command = ("fsdptool", "diagnose", "-")
     return _render(request, target="", text=text, command=command, **_failure(answer))
 
 

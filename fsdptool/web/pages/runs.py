@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,8 @@ def _values(request: Request) -> dict[str, Any]:
         scheduler, entries = report.scheduler, report.entries
     except FsdptoolError as error:
         problem = error
-    with shared.roots.confine(*registry_folders()):
-        listed = list_runs(tuple(shared.roots.folders.values()), read=read_known_view)
-    lost = {run.folder: run.lost_steps for run in listed.runs}
+    runs, unreadable = run_rows(shared.roots)
+    lost = {run["folder"]: run["lost_steps"] for run in runs}
     return {
         "problem_of_queue": problem,
         "entries": [
@@ -86,16 +85,20 @@ def _values(request: Request) -> dict[str, Any]:
             for entry in entries
         ],
         "scheduler": scheduler,
-        "runs": [
-            {
-                **to_json(run),
-                "name": _name(shared.roots, run.folder),
-                "when": moment_text(run.started),
-            }
-            for run in listed.runs
-        ],
-        "unreadable": listed.unreadable,
+        "runs": runs,
+        "unreadable": unreadable,
     }
+
+
+def run_rows(roots: Roots) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the runs below the roots as a page lists them, and a line for each that cannot be read."""
+    with roots.confine(*registry_folders()):
+        listed = list_runs(tuple(roots.folders.values()), read=read_known_view)
+    rows = [
+        {**to_json(run), "name": _name(roots, run.folder), "when": moment_text(run.started)}
+        for run in listed.runs
+    ]
+    return rows, tuple(listed.unreadable)
 
 
 def show_names(roots: Roots, entry: QueueEntry) -> QueueEntry:
@@ -158,12 +161,27 @@ def new(request: Request) -> Response:
         refresh=waiting,
         waiting=waiting,
         fields=fields,
+        groups=_grouped(fields),
         values=values,
         request_of_run=asked,
         job=job,
         result=result,
         error=error,
     )
+
+
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What to train": ("recipe", "config", "output"),
+    "When to start": ("hold", "first"),
+    "If the folder holds a run": ("resume", "start_over", "force"),
+}
+"""Fields of the form by heading; the others are under "More"."""
+
+
+def _grouped(fields: Sequence[Field]) -> dict[str, list[Field]]:
+    by_name = {field.name: field for field in fields}
+    groups = {title: [by_name.pop(name) for name in names] for title, names in _GROUPS.items()}
+    return {**groups, "More": list(by_name.values())}
 
 
 def _version(path: Path) -> list[float]:
@@ -232,6 +250,7 @@ def _add(request: Request, values: Mapping[str, str]) -> Response:
         status=400,
         command=asked.command() if asked is not None else (),
         fields=fields,
+        groups=_grouped(fields),
         values=values,
         request_of_run=asked,
         job=None,

@@ -46,6 +46,17 @@
     document.addEventListener(name, (event) => { if (!(event.detail.xhr?.status === 401)) say(""); });
   }
 
+  // Controls stand beside the answer where there is room, and are folded above it where there is none.
+  const controls = document.getElementById("controls");
+  const narrow = matchMedia("(max-width: 60rem)");
+  if (controls && !narrow.matches) controls.open = true;
+  narrow.addEventListener("change", () => { if (controls && !narrow.matches) controls.open = true; });
+  document.addEventListener("submit", (event) => {
+    if (!controls || !narrow.matches || !controls.contains(event.target)) return;
+    controls.open = false;
+    document.getElementById("answer").scrollIntoView();
+  });
+
   // A control outside of its form changes the form, too.
   document.addEventListener("change", (event) => {
     const form = event.target.form;

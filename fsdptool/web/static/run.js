@@ -31,9 +31,16 @@
     });
   }
 
+  const times = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+  // What a point stands for, and how often it was measured.
+  const each = (data) => (data.steps_per_point > 1 ? `Each point is the mean of ${times(data.steps_per_point, "step")}` : "Measured at every step");
+
   const KINDS = {
     loss: {
       title: "Loss",
+      note: (data) =>
+        `${each(data)}${data.steps_per_point > 1 ? "; the band spans the lowest and the highest of them" : ""}. ` +
+        (data.evaluations.length ? `Validated ${times(data.evaluations.length, "time")}.` : "Not validated yet."),
       columns: (data) => [data.step, data.highest, data.lowest, data.loss, evaluations(data)],
       series: () => [
         {label: "step"},
@@ -47,6 +54,7 @@
     },
     rate: {
       title: "Throughput",
+      note: (data) => `${each(data)}.`,
       columns: (data) => [data.step, data.rate.map((value, index) => (index ? value : null))],
       series: (data) => [{label: "step"}, {label: `${data.unit}/s`, stroke: color("--accent"), width: 1.8, points: {show: false}}],
       format: figure,
@@ -54,6 +62,11 @@
     },
     memory: {
       title: "Memory of rank 0",
+      note: (data) => {
+        const count = data.memory.filter((value) => value != null).length;
+        const few = count < data.step.length ? " On the CPU, a run measures its first steps and those around its first save." : "";
+        return `Allocated peak, measured at ${count.toLocaleString("en")} of ${times(data.step.length, "point")}.${few}`;
+      },
       columns: (data) => [data.step, data.memory, ...(data.planned == null ? [] : [data.step.map(() => data.planned)])],
       series: (data) => [
         {label: "step"},
@@ -72,10 +85,12 @@
     const section = document.createElement("section");
     const heading = document.createElement("h2");
     heading.textContent = kind.title;
+    const note = document.createElement("p");
+    note.className = "soft";
     const box = document.createElement("div");
     box.className = "curve-box";
     box.setAttribute("role", "img");
-    section.append(heading, box);
+    section.append(heading, note, box);
     holder.replaceChildren(section);
     const chart = new uPlot(
       {
@@ -106,6 +121,7 @@
       else charts[name] = make(name, data, holder);
       // Without a pointer the legend shows the latest values.
       if (charts[name].cursor.left < 0 || charts[name].cursor.left == null) charts[name].setLegend({idx: data.step.length - 1});
+      holder.querySelector("p.soft").textContent = KINDS[name].note(data);
       const known = KINDS[name].columns(data)[name === "loss" ? 3 : 1].filter((value) => value != null);
       holder.querySelector(".curve-box").setAttribute(
         "aria-label",
