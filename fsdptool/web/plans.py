@@ -142,8 +142,16 @@ def first_fields() -> tuple[Field, ...]:
         _field(field) for field in option_fields(("reference", "gpu", "gpus", "sequence_length"), _START)
     )
     shown = {"reference": "llama3:8b", "gpu": "H100-80GB-SXM"}
+    labels = {"reference": "Model or training file", "sequence_length": "Tokens per sample"}
     return tuple(
-        replace(field, required=field.name in shown, placeholder=shown.get(field.name, ""), steps=(), help="")
+        replace(
+            field,
+            label=labels.get(field.name, field.label),
+            required=field.name in shown,
+            placeholder=shown.get(field.name, ""),
+            steps=(),
+            help="",
+        )
         for field in fields
     )
 
@@ -219,7 +227,7 @@ def _field(field: Field) -> Field:
     return replace(field, suggestions=_SUGGESTED.get(field.name, ()))
 
 
-_WITHOUT: Mapping[str, str] = {"nodes": "1", "micro_batch": "found by the search"}
+_WITHOUT: Mapping[str, str] = {"nodes": "1", "micro_batch": "searched"}
 """What applies while a field is empty."""
 
 

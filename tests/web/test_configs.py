@@ -62,6 +62,25 @@ def test_a_folder_lists_every_file_with_status_and_counts(site: Site) -> None:
     assert "fsdptool validate" in page
 
 
+def test_what_is_wrong_comes_first_and_the_rest_is_folded(site: Site) -> None:
+    folder = site.folder / "many"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"a{number:02}.yaml").write_text("name: of another program\n")
+    (folder / "z-wrong.yaml").write_text(MISSPELT.replace("fsdp_version: 2", "fsdp_version: banana"))
+    (folder / "y-old.yaml").write_text(FSDP1)
+    text = site.get("/configs", folder="models/many")
+    opened = re.findall(r'<details class="group"( open)?>\s*<summary>([^<]+)</summary>', text)
+    assert opened == [
+        (" open", "With errors (1)"),
+        (" open", "With warnings or fixes (1)"),
+        ("", "Of other programs (60)"),
+    ]
+    assert text.index("z-wrong.yaml") < text.index("y-old.yaml") < text.index("a00.yaml")
+    assert "a49.yaml" in text and "a50.yaml" not in text
+    assert "Show all 60" in text and "a59.yaml" in site.get("/configs", folder="models/many", show="other")
+
+
 def test_findings_stand_beside_their_lines_with_settings_and_origins(site: Site) -> None:
     (site.folder / "misspelt.yaml").write_text(MISSPELT)
     page = site.get("/configs/file", file="models/misspelt.yaml")

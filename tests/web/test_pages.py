@@ -7,6 +7,7 @@ import re
 
 import pytest
 import yaml
+from run_folders import make_run
 from sites import TINY, Site
 from starlette.testclient import TestClient
 
@@ -26,6 +27,17 @@ def settled(client: TestClient, site: Site, path: str) -> str:
         assert job is None or job.wait(300)
         text = client.get(path).text
     return text
+
+
+def test_the_first_page_asks_one_question_and_lists_recent_runs(site: Site) -> None:
+    for number in range(7):
+        make_run(site.folder / f"run-{number}")
+    text = site.get("/")
+    (form,) = re.findall(r'<form[^>]*action="/plan"[^>]*>.*?</form>', text, re.DOTALL)
+    names = re.findall(r'<(?:input|select)[^>]* name="([^"]+)"', form)
+    assert names == ["reference", "gpu", "gpus", "sequence_length"]
+    assert text.count('href="/run?run=') == 5
+    assert '<a href="/runs">All runs</a>' in text
 
 
 def test_a_script_in_a_class_name_stays_text(site: Site) -> None:

@@ -40,7 +40,7 @@
       title: "Loss",
       note: (data) =>
         `${each(data)}${data.steps_per_point > 1 ? "; the band spans the lowest and the highest of them" : ""}. ` +
-        (data.evaluations.length ? `Validated ${times(data.evaluations.length, "time")}.` : "Not validated yet."),
+        (data.evaluations.length ? `${times(data.evaluations.length, "validation")}.` : "Not validated yet."),
       columns: (data) => [data.step, data.highest, data.lowest, data.loss, evaluations(data)],
       series: () => [
         {label: "step"},
