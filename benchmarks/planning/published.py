@@ -264,6 +264,8 @@ def reserved_coverage(found: Sequence[PublishedPeak]) -> dict[str, Any]:
 def _judged(
     found: Sequence[RunT], ends: Callable[[RunT, Sequence[RunT]], tuple[float, float]]
 ) -> dict[str, Any]:
+    if len({item.source for item in found}) < 2:
+        return {}
     inside: dict[str, list[bool]] = {}
     widths = []
     for item in found:

@@ -126,6 +126,7 @@ def prepare(
     recipe = replace(run.recipe, batch=recipe.batch)
     check_context(spec, run)
     _check_attention(recipe.model.attention, device, packages=not without_gpus)
+    _check_packing(recipe, spec)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
     run, compilation, fused_loss = _decide(anatomy, run, on_this_machine=not without_gpus)
@@ -201,6 +202,27 @@ def _check_attention(attention: Attention, device: Device, *, packages: bool) ->
         raise ConfigError(
             f"{attention} needs a package that is not installed: {package} or kernels",
             help=f"pip install kernels, or {usual}",
+        )
+
+
+def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
+    """Check that the attention of a recipe keeps packed documents apart.
+
+    Raises:
+        ConfigError: It would attend across documents without a word: transformers' flash attention looks for
+            the documents of one row alone (5.23, ``modeling_flash_attention_utils.py:_is_packed_sequence``).
+    """
+    from fsdptool.modeling.objective import objective_for
+
+    data, size = recipe.data, recipe.batch.micro_batch
+    apart = data.packing and data.document_mask and data.source != "synthetic"
+    if recipe.model.attention not in _PACKAGES or size == 1 or not apart:
+        return
+    if objective_for(recipe, spec).samples == "documents":
+        raise ConfigError(
+            f"{recipe.model.attention} keeps packed documents apart in micro-batches of one sequence alone,"
+            f" and batch.micro_batch is {size}",
+            help="set batch.micro_batch: 1, or model.attention: sdpa",
         )
 
 

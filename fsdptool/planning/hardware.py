@@ -212,11 +212,12 @@ def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
     names = _tokens(gpu.name)
     fields = next(item for item in _architectures() if any(_tokens(name) <= names for name in item["gpus"]))
     fields = {**fields, **_product_rates(names, fields["source"])}
-    changes = {key: value for key, value in fields.items() if key not in ("gpus", "source")}
+    changes = {key: value for key, value in fields.items() if key not in ("gpus", "links", "source")}
     changes["attention"] = tuple(AttentionRate(**rate) for rate in fields["attention"])
     if given:
         del changes["matmul_efficiency"], changes["memory_efficiency"]
         return replace(row, **changes)
+    changes |= fields.get("links", {}).get(gpu.link, {})
     return replace(row, source=f"{row.source}; {fields['architecture']}: {fields['source']}", **changes)
 
 

@@ -23,23 +23,45 @@ NVLink class, 100 Gbit/s otherwise."""
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """One process group as its slowest link sees it. Bandwidth in bytes per second, latency in seconds."""
+    """One process group as its slowest link sees it.
+
+    A collective takes ``latency + moved / bandwidth + ramp * moved / (moved + ramp_bytes)``: small messages do
+    not fill the link, so large ones take a constant longer than their bytes at its rate.
+
+    Attributes:
+        ranks: Members.
+        bandwidth: Bytes per second that large messages reach.
+        latency: Seconds of the smallest message.
+        ramp: Seconds that a large message takes beyond both.
+        ramp_bytes: Moved bytes from which on a message takes half of that.
+        reduction: All-reduce bandwidth over that of the ring: above 1 where switches add (NVLink SHARP).
+    """
 
     ranks: int
     bandwidth: float
     latency: float
+    ramp: float = 0.0
+    ramp_bytes: float = 0.0
+    reduction: float = 1.0
 
     def gather(self, size: float) -> float:
         """Return seconds to all-gather (or reduce-scatter) ``size`` bytes, total over the ranks."""
-        if self.ranks < 2 or size <= 0:
-            return 0.0
-        return size * (self.ranks - 1) / self.ranks / self.bandwidth + self.latency
+        return self._seconds(size, self.bandwidth)
 
     def reduce(self, size: float) -> float:
         """Return seconds to all-reduce ``size`` bytes."""
+        return 2 * self._seconds(size, self.bandwidth * self.reduction)
+
+    def _seconds(self, size: float, bandwidth: float) -> float:
         if self.ranks < 2 or size <= 0:
             return 0.0
-        return 2 * size * (self.ranks - 1) / self.ranks / self.bandwidth + 2 * self.latency
+        moved = size * (self.ranks - 1) / self.ranks
+        return moved / bandwidth + self.latency + self.ramp * moved / (moved + self.ramp_bytes)
+
+
+_SWITCHED = 5
+"""GPUs of a node from which on NCCL's all-reduce adds in the switches: 5 H200, 6 B200 (S. Bekman,
+ml-engineering, network/README.md)."""
 
 
 def make_ring(cluster: Cluster, machine: Machine, *, ranks: int, stride: int = 1) -> Ring:
@@ -60,12 +82,14 @@ def make_ring(cluster: Cluster, machine: Machine, *, ranks: int, stride: int = 1
     per_node = max(cluster.gpus_per_node // stride, 1)
     nodes = -(-ranks // per_node)
     if nodes == 1:
-        return Ring(ranks, link, (ranks - 1) * machine.link_latency)
+        latency = (ranks - 1) * machine.link_latency
+        reduction = machine.switch_reduction if ranks >= _SWITCHED else 1.0
+        return Ring(ranks, link, latency, machine.link_ramp, machine.link_ramp_bytes, reduction)
     card = network_bandwidth(cluster) * machine.network_efficiency
     local = min(per_node, ranks)
     bandwidth = min(link, local * card) if local > 1 else card
     latency = (nodes - 1) * machine.network_latency + (ranks - nodes) * machine.link_latency
-    return Ring(ranks, bandwidth, latency)
+    return Ring(ranks, bandwidth, latency, machine.network_ramp, machine.network_ramp_bytes)
 
 
 def network_bandwidth(cluster: Cluster) -> float:

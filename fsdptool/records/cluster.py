@@ -189,6 +189,10 @@ class Machine:
         memory_efficiency: Fraction of the memory bandwidth in elementwise operations.
         link_efficiency, network_efficiency: Fraction of the link's rate in large collectives.
         link_latency, network_latency: Seconds per hop of a ring.
+        link_ramp, network_ramp: Seconds that a large message takes beyond its latency and its bytes at the
+            sustained rate, because small ones do not fill the link.
+        link_ramp_bytes, network_ramp_bytes: Bytes from which on a message takes half of that.
+        switch_reduction: Bandwidth of an all-reduce in the switches of a node, over that of a ring.
         kernel_latency: Seconds the host needs to launch one operator.
         reserved_ratio: Reserved over allocated bytes, if the allocator is not replayed; null: as simulated.
         measured: Whether the figures come from ``fsdptool calibrate``.
@@ -225,6 +229,11 @@ class Machine:
     cache_bytes: Count = 0
     cached_speedup: Annotated[float, Keywords(minimum=1)] = 1.0
     compiled_traffic: Fraction = 1.0
+    link_ramp: Seconds = 0.0
+    link_ramp_bytes: Count = 0
+    network_ramp: Seconds = 0.0
+    network_ramp_bytes: Count = 0
+    switch_reduction: Annotated[float, Keywords(minimum=1)] = 1.0
     overlap_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     node_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     throughput_range: tuple[float, float] | None = None
