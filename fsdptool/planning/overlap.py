@@ -25,8 +25,8 @@ NVLink class, 100 Gbit/s otherwise."""
 class Ring:
     """One process group as its slowest link sees it.
 
-    A collective takes ``latency + moved / bandwidth + ramp * moved / (moved + ramp_bytes)``: small messages do
-    not fill the link, so large ones take a constant longer than their bytes at its rate.
+    A collective takes ``latency + moved / bandwidth + ramp * moved / (moved + ramp_bytes)``: small messages
+    do not fill the link, so large ones take a constant longer than their bytes at its rate.
 
     Attributes:
         ranks: Members.
