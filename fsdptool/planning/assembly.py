@@ -58,6 +58,7 @@ def assemble(
         samples_per_second=timing.samples_per_second if timing is not None else None,
         price_per_million_samples=price,
         seconds=step.parts() if step is not None else {},
+        bound=step.bound if step is not None else None,
         phases=footprint.phases if footprint.timeline else (),
         step_seconds_range=(seconds / fast, seconds / slow) if ranged and seconds is not None else None,
         tokens_per_second_range=(speed * slow, speed * fast) if ranged and speed is not None else None,

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from fsdptool.planning.operator_time import memory_rate, peak_flops
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.mesh import ParallelDims
+from fsdptool.records.plan import StepBound
 
 ASSUMED_NETWORK = {"nvlink": 50e9, "xgmi": 50e9, "pcie": 12.5e9}
 """Bytes per second per GPU between nodes when none is given: 400 Gbit/s per GPU on machines of the
@@ -128,6 +129,7 @@ class Stage:
         hosted_bytes: Bytes of activations that forward copies to the host and backward copies back, on a
             stream of their own: a block takes as long as it computes, or as its copy.
         narrowed: Elements that are gathered in 8 instead of 16 bits.
+        launching: Seconds of ``forward`` and ``backward`` in which the GPU waits for the host.
     """
 
     gather_bytes: float
@@ -144,6 +146,7 @@ class Stage:
     reordered_bytes: float = 0.0
     hosted_bytes: float = 0.0
     narrowed: float = 0.0
+    launching: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class StepTime:
     to host memory, ``optimizer`` the update, ``contention`` what hidden collectives and further nodes
     delay it by. ``group_communication`` is the part of the exposed one that ranks wait for before their next
     operator, which nothing can hide: sums of divided layers, all-to-alls of experts, exchanges of sequences.
+    ``launches`` is the part of compute in which the GPU waits for the host to launch kernels.
     """
 
     seconds: float
@@ -164,6 +168,19 @@ class StepTime:
     offload: float
     contention: float = 0.0
     group_communication: float = 0.0
+    launches: float = 0.0
+
+    @property
+    def bound(self) -> StepBound:
+        """What takes most of the step."""
+        parts: dict[StepBound, float] = {
+            "compute": self.compute - self.launches,
+            "host": self.launches,
+            "communication": self.exposed_communication,
+            "optimizer": self.optimizer,
+            "offload": self.offload,
+        }
+        return max(parts, key=lambda name: parts[name])
 
     def parts(self) -> dict[str, float]:
         """Return where the time goes, by name."""
@@ -288,6 +305,7 @@ def time_step(
         offload=offload,
         contention=contention,
         group_communication=shared * run.accumulation,
+        launches=run.accumulation * sum(stage.launching for stage in (*stages, *teacher)),
     )
 
 

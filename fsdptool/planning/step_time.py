@@ -32,17 +32,25 @@ from fsdptool.records.trace import KINDS, Repeat, Segment, Trace
 
 @dataclass(frozen=True, slots=True)
 class ModuleSeconds:
-    """One module's own work in one micro-batch: seconds forward and backward (recomputation included)."""
+    """One module's own work in one micro-batch.
+
+    Attributes:
+        forward, backward: Seconds, recomputation included.
+        launching: Those of them in which the GPU waits for the host to launch kernels.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
+    launching: float = 0.0
 
     def __add__(self, other: ModuleSeconds) -> ModuleSeconds:
-        return ModuleSeconds(self.forward + other.forward, self.backward + other.backward)
+        return ModuleSeconds(
+            self.forward + other.forward, self.backward + other.backward, self.launching + other.launching
+        )
 
     def times(self, count: int) -> ModuleSeconds:
         """Return the work of ``count`` such modules."""
-        return ModuleSeconds(self.forward * count, self.backward * count)
+        return ModuleSeconds(self.forward * count, self.backward * count, self.launching * count)
 
 
 def product_seconds(
@@ -111,10 +119,14 @@ def module_costs(
         for sums, value in ((device, running), (host, launching)):
             cost = ModuleSeconds(0.0, value) if backward else ModuleSeconds(value)
             sums[owner] = sums.get(owner, ModuleSeconds()) + cost
-    return {
-        path: ModuleSeconds(max(cost.forward, host[path].forward), max(cost.backward, host[path].backward))
-        for path, cost in device.items()
-    }
+    found = {}
+    for path, busy in device.items():
+        longest = ModuleSeconds(
+            max(busy.forward, host[path].forward), max(busy.backward, host[path].backward)
+        )
+        waits = longest.forward - busy.forward + longest.backward - busy.backward
+        found[path] = replace(longest, launching=waits)
+    return found
 
 
 def _in_block(path: str) -> bool:
@@ -323,6 +335,7 @@ def fill(
             stage,
             forward=work[place].forward / sharing,
             backward=work[place].backward / sharing,
+            launching=work[place].launching / sharing,
             exchanged=exchanged[place] if exchanged is not None else 0,
             summed_forward=sum((waits[place].forward for waits in sums), 0.0),
             summed_backward=sum((waits[place].backward for waits in sums), 0.0),

@@ -234,6 +234,11 @@ class RangeBasis:
     nearest: tuple[str, ...] = ()
 
 
+StepBound = Literal["compute", "host", "communication", "optimizer", "offload"]
+"""What takes most of a step: the GPU's work, its waits for the host to launch kernels, communication that no
+work hides, the update, or copies to the host and back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One configuration that was evaluated. ``rejected_by`` None: it may be chosen."""
@@ -261,8 +266,11 @@ class Candidate:
     """Model FLOPs (recomputation not counted) over the peak of all GPUs, 0 to 1."""
     price_per_million_samples: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the step's time goes: compute, communication, exposed_communication (group_communication is the
-    part of it that nothing can hide), optimizer, offload, contention."""
+    """Where the step's time goes: compute (launches is the part of it in which the GPU waits for the host),
+    communication, exposed_communication (group_communication is the part of it that nothing can hide),
+    optimizer, offload, contention."""
+    bound: StepBound | None = None
+    """What takes most of the step; None where its time is not known."""
     step_flops: float | None = None
     """Model FLOPs of one optimizer step over all ranks (recomputation not counted)."""
     peak_flops: float | None = None

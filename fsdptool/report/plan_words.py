@@ -247,6 +247,17 @@ def time_range(candidate: Candidate) -> str:
     return f"{text}, by {basis.rows} published runs, {alike}"
 
 
+BOUND_BY_HOST = (
+    "most of the step, GPUs wait for the host to launch kernels: larger micro-batches or compiled blocks"
+    " (sharding.compile) use them better"
+)
+
+
+def bound(candidate: Candidate) -> str:
+    """Return what a step waits for where that is the host; empty elsewhere."""
+    return BOUND_BY_HOST if candidate.bound == "host" else ""
+
+
 def speed(candidate: Candidate | Suggestion | SweepRow | TriedSettings) -> str:
     """Return throughput in the unit people use for the model."""
     if candidate.tokens_per_second is not None:

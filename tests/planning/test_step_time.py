@@ -305,6 +305,17 @@ def test_small_kernels_take_as_long_as_their_launch() -> None:
     costs = module_costs(Trace("cuda", "bfloat16", segments, (), (), (), ()), GPU, MACHINE)
     assert costs["blocks.0"].forward == pytest.approx(100 * MACHINE.kernel_latency)
     assert costs["blocks.0"].backward == pytest.approx(1e9 / memory_rate(GPU, MACHINE))
+    waits = 100 * MACHINE.kernel_latency - 100 / memory_rate(GPU, MACHINE)
+    assert costs["blocks.0"].launching == pytest.approx(waits)
+
+
+@pytest.mark.parametrize(("launching", "bound"), [(0.025, "host"), (0.01, "compute"), (0.0, "compute")])
+def test_a_step_that_waits_for_its_launches_is_bound_by_the_host(launching: float, bound: str) -> None:
+    own = [replace(stage, launching=launching) for stage in stages(4, size=1e6, forward=0.01)]
+    step = time_step(own, RUN, ParallelDims(1, 8), NODE, MACHINE)
+    assert step is not None
+    assert step.launches == pytest.approx(4 * launching * RUN.accumulation)
+    assert step.bound == bound
 
 
 def test_hidden_collectives_and_further_nodes_delay_a_step() -> None:

@@ -205,7 +205,9 @@ def _time(candidate: Candidate) -> str:
     note = (
         '<p class="soft">Estimates. Exposed communication is communication that compute does not overlap.</p>'
     )
-    return f"<section><h2>Step time by part</h2>{note}{table}</section>"
+    waits = words.bound(candidate)
+    waits = f"<p>{escape(_sentence(waits))}</p>" if waits else ""
+    return f"<section><h2>Step time by part</h2>{note}{waits}{table}</section>"
 
 
 def _offers(plan: Plan) -> str:
