@@ -125,8 +125,7 @@ def prepare(
     # The folder keeps the batch as it was given: a run may be resumed on other ranks.
     recipe = replace(run.recipe, batch=recipe.batch)
     check_context(spec, run)
-    _check_attention(recipe.model.attention, device, packages=not without_gpus)
-    _check_packing(recipe, spec)
+    _check_attention(recipe, spec, device, packages=not without_gpus)
     objective_for(recipe, spec)
     anatomy = inspect(spec)
     run, compilation, fused_loss = _decide(anatomy, run, on_this_machine=not without_gpus)
@@ -183,17 +182,19 @@ _PACKAGES: Mapping[Attention, tuple[str, str]] = {
 """Modules of attention kernels and their distributions; ``kernels`` fetches either (transformers 5.23)."""
 
 
-def _check_attention(attention: Attention, device: Device, *, packages: bool) -> None:
-    """Check that the attention of a recipe can run.
+def _check_attention(recipe: Recipe, spec: ModelSpec, device: Device, *, packages: bool) -> None:
+    """Check that the attention of a recipe can run, and does what the recipe asks.
 
     Args:
-        attention: Of the model.
+        recipe, spec: The recipe and its model.
         device: Of the run.
         packages: Whether this machine is the one that needs the packages.
 
     Raises:
-        ConfigError: It is a kernel for GPUs and the run has none, or its package is missing.
+        ConfigError: It is a kernel for GPUs and the run has none, its package is missing, or it would join
+            packed documents.
     """
+    attention = recipe.model.attention
     usual = "set model.attention: sdpa"
     if device == "cpu" and attention in FUSED_ATTENTION:
         raise ConfigError(f"{attention} runs on GPUs alone, and this run is on the CPU", help=usual)
@@ -203,6 +204,7 @@ def _check_attention(attention: Attention, device: Device, *, packages: bool) ->
             f"{attention} needs a package that is not installed: {package} or kernels",
             help=f"pip install kernels, or {usual}",
         )
+    _check_packing(recipe, spec)
 
 
 def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
