@@ -53,10 +53,8 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
         mfu = f", MFU {candidate.mfu:.0%}" if candidate.mfu is not None else ""
         step = duration(candidate.step_seconds)
         print_line(f"{step} per step, {words.speed(candidate)}{mfu} (estimates{words.time_range(candidate)})")
-    if waits := words.bound(candidate):
-        print_line(waits)
-    if run := words.duration_of_run(plan):
-        print_line(run)
+    for line in filter(None, (words.bound(candidate), words.duration_of_run(plan))):
+        print_line(line)
     if plan.details.adapter and (lora := plan.inputs.recipe.method.lora) is not None:
         print_line(f"trains the LoRA adapter: {words.lora_words(lora)}")
     if stored := words.dtypes(plan):
