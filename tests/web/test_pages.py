@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 from fsdptool.planning.clusters import read_cluster
 from fsdptool.records.advice import Suggestion, SuggestionKind
 from fsdptool.records.plan import SearchPoint
+from fsdptool.records.queue import RunRequest
 from fsdptool.web.plans import changed_values, point_values
 
 SCRIPT = "<script>alert(1)</script>"
@@ -27,6 +29,12 @@ def settled(client: TestClient, site: Site, path: str) -> str:
         assert job is None or job.wait(300)
         text = client.get(path).text
     return text
+
+
+def test_every_option_of_a_new_run_is_in_a_group(site: Site) -> None:
+    text = site.get("/runs/new")
+    named = set(re.findall(r' name="([^"]+)"', text.partition("<form")[2].partition("</form>")[0]))
+    assert named == {item.name for item in fields(RunRequest)}
 
 
 def test_the_first_page_asks_one_question_and_lists_recent_runs(site: Site) -> None:

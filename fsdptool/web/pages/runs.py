@@ -172,16 +172,16 @@ def new(request: Request) -> Response:
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "What to train": ("recipe", "config", "output"),
+    "How it runs": ("gpus", "cpu", "predict", "max_restarts"),
     "When to start": ("hold", "first"),
     "If the folder holds a run": ("resume", "start_over", "force"),
 }
-"""Fields of the form by heading; the others are under "More"."""
+"""Fields of the form by heading."""
 
 
 def _grouped(fields: Sequence[Field]) -> dict[str, list[Field]]:
     by_name = {field.name: field for field in fields}
-    groups = {title: [by_name.pop(name) for name in names] for title, names in _GROUPS.items()}
-    return {**groups, "More": list(by_name.values())}
+    return {title: [by_name[name] for name in names] for title, names in _GROUPS.items()}
 
 
 def _version(path: Path) -> list[float]:
