@@ -68,9 +68,9 @@ def main() -> None:
     DOCS.write_text(BLOCK.sub(lambda block: block[1] + table() + block[2], text), encoding="utf-8")
 
 
-def read_rows() -> list[dict[str, Any]]:
+def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
     """Return the published rows."""
-    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def predict(row: Mapping[str, Any]) -> Candidate:

@@ -53,6 +53,7 @@ _MODULES: dict[str, str] = {
     "diagnose": "diagnose",
     "compare": "compare",
     "calibrate": "calibrate",
+    "share": "share",
     "precompute": "precompute",
     "export": "export",
     "launch": "launch",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdptool.cli.options import Format, FormatOption, print_document, say, write_file
-from fsdptool.errors import ExitCode
+from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import is_file
+
+if TYPE_CHECKING:
+    from fsdptool.records.measurements import Measurements
 
 
 def command(
@@ -28,6 +31,13 @@ def command(
             metavar="TRACE",
         ),
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option("--probe", help="Time operators by size on this machine's GPUs (ten minutes at most)."),
+    ] = False,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="With --probe: time them on one thread of the CPU.")
+    ] = False,
     context: Annotated[
         str | None, typer.Option(help="Memory of a process before its first tensor, for example '480 MiB'.")
     ] = None,
@@ -44,7 +54,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
-    """Fit the machine table of plan --machine to measured runs, what doctor --gpu measured, and traces.
+    """Fit the machine table of plan --machine to runs, traces, what doctor --gpu measured, or a probe.
 
     Without -o, the table is printed. Rows of the table given with --machine are kept.
     """
@@ -57,12 +67,16 @@ def command(
     from fsdptool.report.console.tables import print_line, print_table
 
     traces = [*(from_trace or []), *(run for run in runs or [] if from_trace and is_file(run))]
+    if cpu and not probe:
+        raise ConfigError("--cpu belongs to --probe", help="add --probe, or leave --cpu out")
+    if probe and measured is not None:
+        raise ConfigError("--probe measures what --measured would give", help="give one of them")
     row = calibrate(
         gpu,
         [read_sample(run) for run in runs or [] if run not in traces],
         context_bytes=parse_size(context),
         communicator_bytes=parse_size(communicator),
-        measured=measured,
+        measured=_probed(cpu) if probe else measured,
         traces=traces,
         gpus_file=gpus_file,
         table=machine,
@@ -76,5 +90,18 @@ def command(
         print_document(json.loads(write_table(rows)))
     else:
         print_line(f"{row.name}: {row.source}")
-        print_table(("figure", "value"), [(name, str(value)) for name, value in to_json(row).items()])
+        print_table(("figure", "value"), [(name, _shown(value)) for name, value in to_json(row).items()])
     return int(ExitCode.CLEAN)
+
+
+def _probed(cpu: bool) -> Measurements:
+    """Return what a probe of this machine measured."""
+    from fsdptool.launch.doctor import measure
+
+    say("timing operators by size on " + ("one thread of the CPU" if cpu else "the GPUs of this machine"))
+    return measure(cpu=cpu, kernels=True)
+
+
+def _shown(value: object) -> str:
+    """Return a figure as text, and of hundreds their number."""
+    return f"{len(value)} values" if isinstance(value, list) and len(value) > 8 else str(value)

@@ -211,11 +211,12 @@ def _cache(diagnostics: list[Diagnostic]) -> CacheState:
     return CacheState(str(folder), writable, len(entries), sum(entry.bytes for entry in entries))
 
 
-def measure(*, cpu: bool = False) -> Measurements:
+def measure(*, cpu: bool = False, kernels: bool = False) -> Measurements:
     """Measure this machine's GPUs: what plans assume, and whether the trainer's paths work.
 
     Args:
         cpu: Rehearse on two processes of the CPU, with small sizes.
+        kernels: Time operators by size instead of trying the trainer's paths.
 
     Raises:
         ConfigError: There are no GPUs, or a live run uses one of them.
@@ -223,7 +224,7 @@ def measure(*, cpu: bool = False) -> Measurements:
     processes = 2 if cpu else count_gpus()
     if not processes:
         raise ConfigError(
-            f"doctor --gpu measures GPUs but {why_unused() or 'this machine has none'}",
+            f"GPUs are measured but {why_unused() or 'this machine has none'}",
             help="run it on a machine with GPUs, or rehearse it with --cpu",
         )
     began = time.monotonic()
@@ -234,7 +235,8 @@ def measure(*, cpu: bool = False) -> Measurements:
         register_claim(frozenset() if cpu else frozenset(visible_ids()), Path(folder)),
     ):
         probe = _probe(device, min(processes, 2))
-        error = _start(_MEASURING, device, processes, Path(folder), MEASURING_SECONDS)
+        options = ("kernels",) if kernels else ()
+        error = _start(_MEASURING, device, processes, Path(folder), MEASURING_SECONDS, options)
         path = Path(folder) / MEASURED
         ranks = from_json(RankMeasurements, read_json(path)) if path.exists() else None
     versions = {**_versions(), **_gpu_versions()}
@@ -256,8 +258,15 @@ def _gpu_versions() -> dict[str, str | None]:
     }
 
 
-def _start(module: str, device: DeviceType, processes: int, folder: Path, seconds: float) -> str | None:
-    """Run a module on processes of one machine, with a folder and the device as arguments.
+def _start(
+    module: str,
+    device: DeviceType,
+    processes: int,
+    folder: Path,
+    seconds: float,
+    options: tuple[str, ...] = (),
+) -> str | None:
+    """Run a module on processes of one machine, with a folder, the device and further options as arguments.
 
     Returns:
         Why it failed, or None.
@@ -272,7 +281,7 @@ def _start(module: str, device: DeviceType, processes: int, folder: Path, second
     argv += ["--nproc-per-node", str(processes), "--rdzv-backend", LOCAL, "--module", module]
     try:
         done = subprocess.run(
-            [*argv, str(folder), device],
+            [*argv, str(folder), device, *options],
             env=environment,
             capture_output=True,
             text=True,

@@ -59,7 +59,7 @@ def calibrate(
     *,
     context_bytes: int | None = None,
     communicator_bytes: int | None = None,
-    measured: Path | None = None,
+    measured: Path | Measurements | None = None,
     traces: Sequence[Path] = (),
     gpus_file: Path | None = None,
     table: Path | None = None,
@@ -77,7 +77,7 @@ def calibrate(
         samples: The runs.
         context_bytes: What the driver reported for a process before its first tensor.
         communicator_bytes: What it grew by when the first communicator was opened.
-        measured: What ``fsdptool doctor --gpu`` wrote.
+        measured: What ``fsdptool doctor --gpu`` wrote, or the probe measured.
         traces: Traces of torch's profiler of one run on this GPU.
         gpus_file: Further catalogue entries.
         table: Rows to start from instead of the shipped ones.
@@ -89,6 +89,8 @@ def calibrate(
     """
     recorded = [read_trace(path) for path in traces]
     ranks = _read_measurements(measured) if measured is not None else None
+    if ranks is not None and ranks.memory_bytes is None:
+        return _processor(ranks, table)
     name = (
         gpu
         or (ranks.gpu if ranks is not None else None)
@@ -128,7 +130,9 @@ def calibrate(
             help="train on GPUs with a prediction (fsdptool train), or give --context; traces need"
             " record_shapes and several large products, copies or collectives",
         )
-    origins = [sample.folder for sample in samples] + ([str(measured)] if measured is not None else [])
+    origins = [sample.folder for sample in samples]
+    if measured is not None:
+        origins.append(str(measured) if isinstance(measured, Path) else "the probe")
     origins += [str(path) for path in traces]
     origin = ", ".join(origins) or "figures given as options"
     kept = sorted(set(_FRACTIONS) | set(events) | {"reserved_ratio", "context_bytes", "communicator_bytes"})
@@ -148,20 +152,47 @@ _STREAMED = 0.88
 """What elementwise operators in training sustain of the best: 0.78 of 0.89 on A100 (the same file)."""
 
 
-def _read_measurements(path: Path) -> RankMeasurements:
-    """Return what ``fsdptool doctor --gpu`` measured.
+PROBED_RANGE = (0.83, 0.98)
+"""Measured over predicted throughput of a probed machine, 10th and 90th percentile of nine models on a CPU
+(``benchmarks/results/planning_cpu_time.json``)."""
+
+
+def _read_measurements(measured: Path | Measurements) -> RankMeasurements:
+    """Return what ``fsdptool doctor --gpu``, or the probe, measured.
 
     Raises:
         PlanError: It is a rehearsal, or it ended before anything was measured.
         ConfigError: The file is not such a document.
     """
-    data = read_object(path, "measurements")
-    body = {field.name: data[field.name] for field in fields(Measurements)}
-    document = from_json(Measurements, body, where=str(path))
-    if document.device == "cpu" or document.ranks is None:
-        what = "a rehearsal on the CPU" if document.device == "cpu" else f"empty: {document.error}"
-        raise PlanError(f"{path} is {what}", help="run `fsdptool doctor --gpu -o FILE` on the GPUs")
-    return document.ranks
+    if isinstance(measured, Path):
+        data = read_object(measured, "measurements")
+        body = {field.name: data[field.name] for field in fields(Measurements)}
+        document, where = from_json(Measurements, body, where=str(measured)), str(measured)
+    else:
+        document, where = measured, "the probe"
+    ranks = document.ranks
+    if ranks is None or (document.device == "cpu" and not ranks.kernels):
+        what = f"empty: {document.error}" if ranks is None else "a rehearsal on the CPU"
+        raise PlanError(f"{where} is {what}", help="run `fsdptool doctor --gpu -o FILE` on the GPUs")
+    if document.error is not None and not ranks.kernels:
+        raise PlanError(f"{where} ended early: {document.error}", help="measure again")
+    return ranks
+
+
+def _processor(ranks: RankMeasurements, table: Path | None) -> Machine:
+    """Return the row of a CPU whose kernels were timed; its rates stand in them alone."""
+    return replace(
+        machine_for(None, table=table),
+        name=ranks.gpu,
+        match="cpu",
+        measured=True,
+        source=f"measured: {len(ranks.kernels)} kernels on one thread of {ranks.gpu}",
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        kernel_latency=ranks.kernel_latency or 0.0,
+        kernels=ranks.kernels,
+        throughput_range=PROBED_RANGE,
+    )
 
 
 def _measured_rates(gpu: Gpu, ranks: RankMeasurements) -> dict[str, Any]:
@@ -183,6 +214,8 @@ def _measured_rates(gpu: Gpu, ranks: RankMeasurements) -> dict[str, Any]:
         changes["link_efficiency"] = _fraction(fastest / gpu.link_bandwidth)
         smallest = min(ranks.collectives, key=lambda item: (item.bytes, item.seconds))
         changes["link_latency"] = smallest.seconds / (smallest.ranks - 1)
+    if ranks.kernels:
+        changes |= {"kernels": ranks.kernels, "throughput_range": PROBED_RANGE}
     for name in ("context_bytes", "communicator_bytes", "further_communicator_bytes", "kernel_latency"):
         if (value := getattr(ranks, name)) is not None:
             changes[name] = value

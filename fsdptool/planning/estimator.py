@@ -19,6 +19,7 @@ from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
 from fsdptool.planning.hardware import expands, machine_for, workspaces
+from fsdptool.planning.measured_kernels import on_device, timed_device
 from fsdptool.planning.notes import CONTEXT_PARALLEL, EXPERT_PARALLEL, TENSOR_PARALLEL, assumed_note
 from fsdptool.planning.operator_time import peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
@@ -175,7 +176,8 @@ class Estimator:
         verdict = check_fit(footprint, point, cluster, machine)
         timing = None
         worked = trace
-        if cluster.gpu is not None:
+        device = timed_device(cluster, machine)
+        if device is not None:
             # Ranks share the work of the whole sequence, whose attention grows with its square.
             if point.cp > 1:
                 self.notes[CONTEXT_PARALLEL] = None
@@ -189,7 +191,8 @@ class Estimator:
                 if point.ep > 1:
                     self.notes[EXPERT_PARALLEL] = None
                 work = (key, worked)
-                timing = self._time(point, rank, trace, work, run, cluster, cluster.gpu, machine)
+                timed = on_device(cluster, device)
+                timing = self._time(point, rank, trace, work, run, timed, device, machine)
         float8 = run.settings.mixed_precision == "fp8" or "float8" in run.loop.assumed
         division = division_of(point, float8=float8, mixture=self._mixture)
         candidate = assemble(

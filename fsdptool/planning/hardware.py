@@ -194,10 +194,16 @@ def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
     does not give the generation's rates takes them, too.
 
     Raises:
-        PlanError: ``table`` cannot be used.
+        PlanError: ``table`` cannot be used, or its kernels were timed on another device.
     """
     own = read_table(table) if table is not None else ()
     keys = (gpu.name, gpu.link, "*") if gpu is not None else ("cpu", "*")
+    probed = [row.match for row in own if row.kernels]
+    if probed and not any(row.match.lower() in {key.lower() for key in keys} for row in own):
+        raise PlanError(
+            f"{table} was measured on {', '.join(probed)}, and the plan is for {keys[0]}",
+            help="measure there, with `fsdptool calibrate --probe`, or leave --machine out",
+        )
     for key in keys:
         for row in own + _shipped_machines():
             if row.match.lower() == key.lower():

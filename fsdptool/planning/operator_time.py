@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdptool.planning.measured_kernels import measured_operation, measured_traffic
 from fsdptool.records.cluster import Gpu, Machine
 from fsdptool.records.trace import Operation, Segment
 
@@ -32,7 +33,12 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
 
 
 def operation_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float:
-    """Return the time of one product or attention kernel: the larger of arithmetic and traffic."""
+    """Return the time of one product or attention kernel: the larger of arithmetic and traffic.
+
+    Where kernels of the machine were timed, that of the nearest sizes counts instead.
+    """
+    if (measured := measured_operation(operation, machine)) is not None:
+        return measured
     peak = peak_flops(gpu, operation.dtype)
     if operation.kind == "product" or not operation.head_size:
         arithmetic = operation.flops / (peak * machine.matmul_efficiency)
@@ -98,7 +104,10 @@ def segment_seconds(
     kernels = max(segment.kernels - len(costly), 0)
     launched = len(costly) + share * kernels
     device = sum(seconds[number] for number in costly)
-    if kernels:
+    each = measured_traffic("elementwise", moved / kernels, machine) if kernels else None
+    if each is not None:
+        device += share * kernels * each
+    elif kernels:
         device += share * moved * _uncached(moved / kernels, machine) / memory_rate(gpu, machine)
     return device, launched * machine.kernel_latency
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from fsdptool.planning.measured_kernels import measured_traffic
 from fsdptool.planning.operator_time import memory_rate, peak_flops
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.mesh import ParallelDims
@@ -200,6 +201,7 @@ class Run:
         optimizer_flops: Matrix products of one rank's update, in bfloat16.
         optimizer_exchanged: Bytes it sends to the ranks that share a copy.
         offloaded_bytes: Shard bytes that cross to the host and back in a step.
+        optimizer_tensors: Parameters that it updates.
     """
 
     accumulation: int
@@ -210,6 +212,7 @@ class Run:
     optimizer_flops: float = 0.0
     optimizer_exchanged: float = 0.0
     offloaded_bytes: float = 0.0
+    optimizer_tensors: int = 1
 
 
 def time_step(
@@ -283,8 +286,10 @@ def time_step(
         compute += times * (busy + teaching.compute)
         communication += times * (link + teaching.communication + shared)
         hidden += times * max(link + shared - (seconds - busy), 0.0)
+    tensors = max(run.optimizer_tensors, 1)
+    each = measured_traffic("update", run.optimizer_bytes / tensors, machine)
     update = max(
-        run.optimizer_bytes / memory_rate(gpu, machine),
+        run.optimizer_bytes / memory_rate(gpu, machine) if each is None else tensors * each,
         run.optimizer_operators * machine.kernel_latency,
         run.optimizer_flops / (peak_flops(gpu, "bfloat16") * machine.matmul_efficiency),
     )

@@ -427,6 +427,7 @@ def time_candidate(
         optimizer_flops=work.flops,
         optimizer_exchanged=work.exchanged,
         offloaded_bytes=traffic.offloaded,
+        optimizer_tensors=len(traffic.tensors),
     )
     if cluster.gpu is not None:
         gpu = cluster.gpu

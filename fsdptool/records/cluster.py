@@ -175,6 +175,34 @@ class AttentionRate:
     backward: Fraction
 
 
+KernelKind = Literal["product", "attention", "attention_backward", "elementwise", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """How long one kernel of a size took on a device.
+
+    Attributes:
+        kind: A matrix product, an attention kernel, an elementwise operator (the average over those of norms,
+            activations, residuals and rotary positions), or an optimizer's update.
+        dtype: Of what it reads.
+        seconds: Of one call, with its launch.
+        bytes: Read and written.
+        flops: Floating-point operations; causal attention counts whole. 0 for what moves memory.
+        head_size, queries: Of attention: elements of a head, and positions.
+        causal: Whether attention masks causally by itself.
+    """
+
+    kind: KernelKind
+    dtype: str
+    seconds: Annotated[float, Keywords(exclusiveMinimum=0)]
+    bytes: Positive
+    flops: Annotated[float, Keywords(minimum=0)] = 0.0
+    head_size: Count = 0
+    queries: Count = 0
+    causal: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Figures that measurements replace, in bytes, seconds, and fractions of the datasheet's rates.
@@ -206,6 +234,8 @@ class Machine:
         overlap_slowdown: Fraction of the time of a hidden collective by which it delays compute.
         node_slowdown: Fraction by which a step is longer for each doubling of the nodes.
         throughput_range: Published over predicted throughput, 10th and 90th percentile; null: not known.
+        kernels: What ``fsdptool calibrate --probe`` measured: plans take the time of an operator from those
+            of the nearest sizes, instead of the datasheet's rates. Such a row suits its own device alone.
     """
 
     name: str
@@ -237,6 +267,7 @@ class Machine:
     overlap_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     node_slowdown: Annotated[float, Keywords(minimum=0)] = 0.0
     throughput_range: tuple[float, float] | None = None
+    kernels: tuple[KernelTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

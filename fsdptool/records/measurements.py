@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdptool.records.annotations import Count, Positive
+from fsdptool.records.cluster import KernelTime
 from fsdptool.records.command_documents import Probe
 from fsdptool.records.run import DeviceType
 
@@ -126,6 +127,7 @@ class RankMeasurements:
         kernel_latency: Seconds the host needs to launch one operator.
         products, copies, attention, collectives: Rates.
         attempts: What was tried.
+        kernels: Times of operators by size (``fsdptool calibrate --probe``).
     """
 
     gpu: str
@@ -142,6 +144,7 @@ class RankMeasurements:
     attention: tuple[MeasuredAttention, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     attempts: tuple[Attempt, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

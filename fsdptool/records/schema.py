@@ -66,6 +66,7 @@ FORMATS: Mapping[str, DocumentFormat] = {
     "rules": DocumentFormat("config_documents.RuleList", "Rules"),
     "run": DocumentFormat("run.Start", "Run"),
     "runs": DocumentFormat("run.RunList", "Runs"),
+    "shared-row": DocumentFormat("shared_row.SharedRow", "Measured run to share", "saved", envelope=False),
     "summary": DocumentFormat("run.Summary", "Run summary", "saved"),
     "sweep": DocumentFormat("command_documents.Sweep", "Sweep"),
     "watch": DocumentFormat("run.RunView", "State of a run"),

@@ -287,15 +287,18 @@ _MODEL = "qwen3:tiny"
 _LENGTH = 128
 
 
-def measure(folder: Path, *, cpu: bool) -> None:
+def measure(folder: Path, *, cpu: bool, kernels: bool = False) -> None:
     """Measure this machine; every rank calls it.
 
     Args:
         folder: Where results and checkpoints go.
         cpu: Rehearse with small sizes, over gloo.
+        kernels: Time operators by size, and try nothing.
     """
     found, session = _open(cpu=cpu)
     device = session.device
+    if cpu and kernels:
+        torch.set_num_threads(1)
 
     def keep(**parts: object) -> None:
         nonlocal found
@@ -307,7 +310,7 @@ def measure(folder: Path, *, cpu: bool) -> None:
 
     keep(collectives=tuple(_collectives(session, small=cpu)))
     attempts: list[Attempt] = []
-    for attempt in _attempts(session, folder, cpu=cpu):
+    for attempt in () if kernels else _attempts(session, folder, cpu=cpu):
         attempts.append(attempt)
         keep(attempts=tuple(attempts))
     close_session()
@@ -316,6 +319,14 @@ def measure(folder: Path, *, cpu: bool) -> None:
         return
     keep(kernel_latency=kernel_latency(device))
     keep(copies=tuple(measure_copies(device, small=cpu)))
+    if kernels:
+        from fsdptool.training.kernel_times import measure_kernels
+
+        times = []
+        for item in measure_kernels(device):
+            times.append(item)
+            keep(kernels=tuple(times))
+        return
     keep(attention=tuple(measure_attention(device, usual_shapes(small=cpu))))
     # Last: the longest of them, and they heat the GPU.
     keep(products=tuple(measure_products(device, small=cpu)))
@@ -466,9 +477,10 @@ def _save(name: AttemptKind, stepper: Stepper, state: RunState, folder: Path) ->
 
 
 def main(arguments: list[str]) -> int:
-    """Measure in the folder ``arguments[0]`` on ``arguments[1]``: ``cpu`` or ``cuda``."""
+    """Measure in the folder ``arguments[0]`` on ``arguments[1]``, ``cpu`` or ``cuda``; with ``kernels`` after
+    them, time operators by size."""
     skip_last_collection()
-    measure(Path(arguments[0]), cpu=arguments[1] == "cpu")
+    measure(Path(arguments[0]), cpu=arguments[1] == "cpu", kernels="kernels" in arguments[2:])
     return 0
 
 
