@@ -112,25 +112,28 @@ def test_a_run_folder_makes_a_row_without_names(tmp_path: Path, capsys: pytest.C
     write_inputs(inputs)
     write_json(folder / "environment.json", {**environment(), "machine": "gpu-node-17.alice.internal"})
     write_start(folder, Start(2, "cuda", argv=("fsdptool", "train", "/home/alice/recipe.yaml")), {})
-    (folder / "metrics.jsonl").write_text("")
+    line = {"step": 4, "memory_allocated_peak_bytes": 2**30, "memory_reserved_peak_bytes": None}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     summary = Summary(
-        *(
-            "completed",
-            0,
-            False,
-            4,
-            2,
-            {"dp_replicate": 1, "dp_shard": 2},
-            3,
-            {},
-            None,
-            (2**30, 2**29),
-            "cuda",
-            None,
-        ),
+        status="completed",
+        exit_code=0,
+        resumable=False,
+        steps=4,
+        world_size=2,
+        mesh={"dp_replicate": 1, "dp_shard": 2},
+        units=3,
+        sharding_proof={},
+        predicted_peak_bytes=None,
+        measured_peak_bytes=(2**30, 2**29),
+        instrument="a test",
+        error_percent=None,
         throughput={"tokens_per_second": 1000.0},
-        **dict.fromkeys(("last_checkpoint", "last_good_step", "export", "failure", "memory_report")),
+        last_checkpoint=None,
+        last_good_step=None,
+        export=None,
         restarts=0,
+        failure=None,
+        memory_report=None,
     )
     (folder / "summary.json").write_text(json.dumps(envelope("summary", summary, summary)))
     row = shared(capsys, str(folder), "--gpu", "A100-80GB-SXM")
