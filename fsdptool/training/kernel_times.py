@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_iter
 
 from fsdptool.memory.tracing.operators import launches, traffic
 from fsdptool.records.cluster import KernelTime
-from fsdptool.training.measuring import wait
 
 _ROUNDS = 5
 """Averages of which the median counts."""
@@ -85,6 +84,12 @@ def measure_kernels(device: torch.device, *, sizes: Sizes | None = None) -> Iter
         yield from _attention(device, dtype, chosen)
         yield from _elementwise(device, dtype, chosen)
     yield from _updates(device, chosen)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device, budget: float) -> float:

@@ -52,6 +52,7 @@ from fsdptool.runs.manifest import Kind
 from fsdptool.source import resolve
 from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.data.build import build_batches
+from fsdptool.training.kernel_times import measure_kernels, wait
 from fsdptool.training.state import RunState
 from fsdptool.training.step import Stepper
 from fsdptool.training.trainer import assemble
@@ -65,12 +66,6 @@ _KERNELS = {
 }
 _MATH_BYTES = 8 << 30
 """Plain products keep every score: they are left out where that would take more."""
-
-
-def wait(device: torch.device) -> None:
-    """Wait until a device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds(call: Callable[[], Any], device: torch.device, *, budget: float = _BUDGET_SECONDS) -> float:
@@ -320,8 +315,6 @@ def measure(folder: Path, *, cpu: bool, kernels: bool = False) -> None:
     keep(kernel_latency=kernel_latency(device))
     keep(copies=tuple(measure_copies(device, small=cpu)))
     if kernels:
-        from fsdptool.training.kernel_times import measure_kernels
-
         times = []
         for item in measure_kernels(device):
             times.append(item)
