@@ -32,7 +32,7 @@ RELEASES = {
     " 5.20.2 5.21.1 5.22.2 5.23.0 5.24.0",
     "trl": "0.18.2 0.19.1 0.20.0 0.21.0 0.22.2 0.23.1 0.24.0 0.25.1 0.26.2 0.27.2 0.28.0 0.29.1 1.0.0 1.1.0"
     " 1.2.0 1.3.0 1.4.0 1.5.1 1.6.0 1.7.1 1.8.0 1.9.2 1.10.0 1.11.0 1.12.0 1.13.0 1.14.2 1.15.0 1.16.0",
-    "axolotl": "0.10.0 0.11.0 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0",
+    "axolotl": "0.10.0 0.11.0 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0",
 }
 """The newest release of each minor version that pip can download."""
 READ = {
@@ -64,6 +64,7 @@ def download(package: str, version: str, folder: Path) -> Path:
         if found:
             return found[0]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+        command += ["--ignore-requires-python"]  # nothing of a release is run
         subprocess.run([*command, f"{package}=={version}"], check=False)
     raise SystemExit(f"pip cannot download {package} {version}")
 

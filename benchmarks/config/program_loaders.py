@@ -5,8 +5,11 @@
 Every file below the folders that is for a program whose loader can be imported is given to both, and so are
 files that are made of random keys and values. TRL and transformers come with the tests' requirements;
 axolotl needs ``pip install --no-deps axolotl==0.19.0 addict``, LLaMA-Factory
-``pip install --no-deps llamafactory==0.9.5 omegaconf antlr4-python3-runtime fire termcolor``. The results
-name no file: they count facts that differ, by program and key.
+``pip install --no-deps llamafactory==0.9.5 omegaconf antlr4-python3-runtime fire termcolor``, torchtune
+``pip install --no-deps torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime blobfile
+sentencepiece tiktoken kagglehub``. torchtune's builders make the model of each file on the meta device: its
+parameters and the layers that have adapters are compared, too (models with pictures need torchvision). The
+results name no file: they count facts that differ, by program and key.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import tempfile
 import warnings
@@ -29,6 +33,7 @@ import yaml
 
 from fsdptool.config.described import describe_path
 from fsdptool.errors import ConfigError
+from fsdptool.families.registry import load_registry
 from fsdptool.records.codec import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "config"))
@@ -152,8 +157,40 @@ def llamafactory(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def torchtune(data: dict[str, Any]) -> dict[str, Any]:
+    """Return facts from torchtune's own instantiation of the components, on the meta device."""
+    import torch
+    from omegaconf import OmegaConf
+    from torchtune import config
+    from torchtune.modules.peft import LoRALinear
+
+    loaded = OmegaConf.create(data)
+    with torch.device("meta"):
+        model = config.instantiate(loaded.get("policy_model") or loaded.model)
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    ppo = "policy_model" in data
+    batch = loaded.ppo_batch_size // loaded.gradient_accumulation_steps if ppo else loaded.batch_size
+    return {
+        "parameters": sum(
+            value.numel()
+            for name, value in model.named_parameters()
+            if not re.search("lora_|magnitude", name)
+        ),
+        "lora_targets": sorted({name.rpartition(".")[2] for name, _ in adapted}) or None,
+        "lora_rank": adapted[0][1].rank if adapted else None,
+        "micro_batch": batch,
+        "accumulation": loaded.gradient_accumulation_steps,
+        "epochs": None if ppo else loaded.epochs,
+        "steps": loaded.get("max_steps_per_epoch"),
+        "optimizer": loaded.optimizer._component_,
+        "compile": bool(loaded.compile),
+        "packing": bool(loaded.dataset.get("packed", False)),
+    }
+
+
 LOADERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "axolotl": axolotl, "llamafactory": llamafactory, "trl": trl, "trainer": trainer,
+    "torchtune": torchtune,
 }  # fmt: skip
 
 
@@ -258,7 +295,12 @@ def differences(program: str, path: Path, ours: dict[str, Any]) -> Iterator[tupl
     """Yield the facts that differ: their name, the program's and ours; nothing where the program refuses."""
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     theirs = LOADERS[program](data)
-    ours = {**ours, "recomputes": ours["gradient_checkpointing"] != "none"}
+    ours = {
+        **ours,
+        "recomputes": ours["gradient_checkpointing"] != "none",
+        "parameters": _parameters(ours["family"]),
+        "lora_targets": sorted(ours["lora_targets"] or ()) or None,
+    }
     for name, value in theirs.items():
         if name == "mesh":
             for size, count in value.items():
@@ -267,6 +309,12 @@ def differences(program: str, path: Path, ours: dict[str, Any]) -> Iterator[tupl
         elif name in ours and value is not None and value != ours[name]:
             yield name, value, ours[name]
     yield "", None, None
+
+
+def _parameters(family: str | None) -> int | None:
+    """Return the parameters of a size of the catalogue."""
+    name, _, size = (family or "").partition(":")
+    return load_registry().get(name).flavours()[size].parameters if size else None
 
 
 def _is_v1(path: Path, program: str) -> bool:
@@ -305,6 +353,9 @@ def main() -> None:
             print(f"{run.program} cannot be imported: {error}")
             continue
         except (Exception, SystemExit) as error:
+            if "No module named" in str(error):  # torchtune wraps what its components cannot import
+                files[run.program] -= 1
+                continue
             refused[run.program] += 1
             print(f"{path.name}: refused by {run.program}: {' '.join(str(error).split())[:110]}")
             continue
@@ -323,7 +374,8 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        before = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+        options.output.write_text(json.dumps({**before, **result}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def file_run(
         )
     limits: list[PlanLimit] = [
         PlanLimit(key.key, key.side)
-        for key in run.keys.not_modelled
+        for key in run.keys.unmodelled_by_section()
         if key.changes == "memory" and not _is_decided(key, run, decided)
     ]
     choice = ModelChoice(_model(run, model, where, trusted), trust_remote_code=trusted)

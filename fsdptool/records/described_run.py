@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 ChangedThing = Literal["memory", "time", "numbers"]
@@ -83,6 +84,21 @@ class FileKeys:
     def placed(self, key: str) -> str:
         """Return a key with its line, where that is known."""
         return f"{key} on line {self.lines[key]}" if key in self.lines else key
+
+    def unmodelled_by_section(self) -> tuple[UnmodelledKey, ...]:
+        """Return what is not modelled; three keys or more of one section, alike, become ``section.*``."""
+
+        def section(item: UnmodelledKey) -> tuple[str, str, Side | None]:
+            return item.key.rpartition(".")[0], item.changes, item.side
+
+        sizes = Counter(section(item) for item in self.not_modelled if item.decides is None)
+        found: dict[str, UnmodelledKey] = {}
+        for item in self.not_modelled:
+            name = section(item)[0]
+            joined = bool(name) and item.decides is None and sizes[section(item)] >= 3
+            key = f"{name}.*" if joined else item.key
+            found.setdefault(f"{key} {item.changes} {item.side}", replace(item, key=key))
+        return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True)

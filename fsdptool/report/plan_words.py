@@ -378,11 +378,14 @@ def described(plan: Plan) -> list[str]:
         f"used {len(keys.used)} keys; {inert} {'has' if inert == 1 else 'have'} no effect on memory or speed"
     )
     if keys.not_modelled:
-        named = ", ".join(f"{keys.placed(item.key)} (changes {item.changes})" for item in keys.not_modelled)
+        listed = keys.unmodelled_by_section()
+        named = ", ".join(f"{keys.placed(item.key)} (changes {item.changes})" for item in listed)
         counted += f"; cannot model {len(keys.not_modelled)}: {named}"
     lines.append(counted)
     if run.defaults:
-        lines.append(f"{len(run.defaults)} values are {run.program}'s defaults (explain lists them)")
+        taken = len(run.defaults)
+        which = "1 value is a default" if taken == 1 else f"{taken} values are defaults"
+        lines.append(f"{which} of {run.program} (explain lists them)")
     for limit in plan.inputs.limits:
         lines.append(f"not planned: {limit.what} ({_SIDES[limit.side]})")
     return lines

@@ -156,6 +156,11 @@ def test_the_policy_of_ppo_is_the_model_of_the_run() -> None:
     )
     more = {item.key for item in run.keys.not_modelled if item.side == "more"}
     assert more == {"reward_and_value_model._component_"}
+    sizes = "".join(f"  {key}: 2\n" for key in ("_component_", "num_layers", "num_heads"))
+    keys = described(
+        f"{text.partition('reward')[0]}{text[text.index('dtype') :]}reward_and_value_model:\n{sizes}"
+    ).keys
+    assert [item.key for item in keys.unmodelled_by_section()] == ["reward_and_value_model.*"]
 
 
 def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:

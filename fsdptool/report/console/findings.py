@@ -231,7 +231,8 @@ def keys_line(run: DescribedRun) -> str:
     keys = run.keys
     line = f"used {len(keys.used)} keys; {len(keys.no_effect)} change neither memory nor speed"
     if keys.not_modelled:
-        named = ", ".join(f"{keys.placed(item.key)} ({_CHANGES[item.changes]})" for item in keys.not_modelled)
+        listed = keys.unmodelled_by_section()
+        named = ", ".join(f"{keys.placed(item.key)} ({_CHANGES[item.changes]})" for item in listed)
         line += f"; cannot model {len(keys.not_modelled)}: {named}"
     return line
 
