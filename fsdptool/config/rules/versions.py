@@ -22,7 +22,7 @@ VERSIONS = (
          example=Example(_IGNORED, _IGNORED, "--target accelerate==1.9", "--target accelerate==1.15")),
     Rule("FSD354", "version that is not known", "info",
          "The keys and defaults of accelerate 1.6 to 1.15, transformers 4.50 to 5.24, TRL 0.18 to 1.16 and "
-         "axolotl 0.10 to 0.19 are known. For other versions the rules are a best guess.",
+         "axolotl 0.10 to 0.21 are known. For other versions the rules are a best guess.",
          "No action is needed.",
          example=Example(FSDP2, FSDP2, "--target accelerate==1.99", "--target accelerate==1.14")),
 )  # fmt: skip

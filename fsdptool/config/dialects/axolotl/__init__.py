@@ -24,7 +24,8 @@ from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.accelerate.launch import report_size
 from fsdptool.config.dialects.axolotl.refusals import report_refusals
 from fsdptool.config.dialects.protocol import Dialect, LintContext
-from fsdptool.config.dialects.trainer import DEFAULTS, read_threshold, strategy_under_1
+from fsdptool.config.dialects.trainer.fsdp_config import DEFAULTS, read_threshold
+from fsdptool.config.dialects.trainer.switch import strategy_under_1
 from fsdptool.config.edits import block_lines
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from fsdptool import spelling
 from fsdptool.config.canonical import MESH
-from fsdptool.config.dialects.trainer import KEYS, Trainer, mapping, read_arguments, read_config
+from fsdptool.config.dialects.trainer import Trainer, mapping, read_arguments
+from fsdptool.config.dialects.trainer.fsdp_config import KEYS, read_config
 from fsdptool.files.tree import Entry, Node, to_python
 
 if TYPE_CHECKING:

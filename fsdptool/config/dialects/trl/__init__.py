@@ -13,12 +13,11 @@ from fsdptool import spelling
 from fsdptool.config.dialects.trainer import (
     ARGUMENTS,
     CANNOT,
-    KEYS,
     Trainer,
     mapping,
     read_arguments,
-    read_config,
 )
+from fsdptool.config.dialects.trainer.fsdp_config import KEYS, read_config
 from fsdptool.config.programs import TRAINER_LOOP, Program
 from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.fused_loss import LossTiles
