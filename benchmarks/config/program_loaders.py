@@ -160,14 +160,13 @@ def llamafactory(data: dict[str, Any]) -> dict[str, Any]:
 def torchtune(data: dict[str, Any]) -> dict[str, Any]:
     """Return facts from torchtune's own instantiation of the components, on the meta device."""
     import torch
-    from omegaconf import OmegaConf
-    from torchtune import config
-    from torchtune.modules.peft import LoRALinear
 
-    loaded = OmegaConf.create(data)
+    loaded = importlib.import_module("omegaconf").OmegaConf.create(data)
+    lora = importlib.import_module("torchtune.modules.peft").LoRALinear
     with torch.device("meta"):
-        model = config.instantiate(loaded.get("policy_model") or loaded.model)
-    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+        instantiate = importlib.import_module("torchtune.config").instantiate
+        model = instantiate(loaded.get("policy_model") or loaded.model)
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, lora)]
     ppo = "policy_model" in data
     batch = loaded.ppo_batch_size // loaded.gradient_accumulation_steps if ppo else loaded.batch_size
     return {
