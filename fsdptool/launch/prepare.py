@@ -211,7 +211,7 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
     """Check that the attention of a recipe keeps packed documents apart.
 
     Raises:
-        ConfigError: It would attend across documents without a word: transformers' flash attention looks for
+        ConfigError: It would attend across documents and say nothing: transformers' flash attention looks for
             the documents of one row alone (5.23, ``modeling_flash_attention_utils.py:_is_packed_sequence``).
     """
     from fsdptool.modeling.objective import objective_for
