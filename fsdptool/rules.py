@@ -232,6 +232,10 @@ RULES = (
          "shard it and lose its quantisation state. uint8 is the default of TRL and transformers. The plan "
          "shards the base; the message says how much more a GPU needs.",
          "Set bnb_4bit_quant_storage to the dtype in which the run computes, such as bfloat16."),
+    Rule("PLN018", "the search ended early", "info",
+         "--quick ends a search at the first configuration that fits and leaves headroom, and Ctrl-C ends it "
+         "after the configuration that is being evaluated. The answer is the best of those.",
+         "Leave out --quick, or let the search finish."),
     # launch/doctor.py
     Rule("DOC001", "GPU memory is in use", "warning",
          "Less than 90% of a GPU's memory is free.",

@@ -8,7 +8,9 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -232,6 +234,33 @@ def show_progress() -> Iterator[Callable[[str], None]]:
         if terminal:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C end work with what is known so far; the next one ends the command.
+
+    Yields:
+        Whether Ctrl-C was pressed.
+    """
+    pressed = False
+
+    def end(number: int, _: object) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(number, None)
+        pressed = True
+        say("note: Ctrl-C: the answer follows from what is known so far; press it again to leave without one")
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
+        yield lambda: False  # others decide what an interrupt does
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def say(text: str) -> None:

@@ -12,6 +12,7 @@ from fsdptool.cli.options import (
     RowFormat,
     check_output,
     command_line_options,
+    ended_by_interrupt,
     has_pair,
     override_values,
     print_document,
@@ -125,8 +126,8 @@ def command(
         return answer_sweep(cast("Options", options), values, output, force=force, format=format)
     if values:
         refuse(context, ["sweep"], "not allowed with a command line", "write the command line to a file")
-    with show_progress() as progress:
-        plan = make_plan(read_request(cast("Options", options), described), progress=progress)
+    with show_progress() as progress, ended_by_interrupt() as stop:
+        plan = make_plan(read_request(cast("Options", options), described), progress=progress, stop=stop)
     # A command line ends the options: none can follow it.
     repeated = repeated_command(context) if described is None else None
     answer(plan, output, force=force, format=format, explain=explain, command=repeated)
@@ -188,7 +189,7 @@ def answer_sweep(
     return int(ExitCode.INCOMPLETE if verdicts <= {"fits", "unknown"} else ExitCode.FINDINGS)
 
 
-_OUTPUT_ONLY = ("output", "force", "format", "explain", "search", "max_batch")
+_OUTPUT_ONLY = ("output", "force", "format", "explain", "search", "quick", "max_batch")
 
 
 def repeated_command(context: typer.Context) -> list[str]:

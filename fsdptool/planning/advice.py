@@ -11,7 +11,7 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
 from fsdptool.inspection.micro_batch import batch_spec
 from fsdptool.modeling.objective import objective_for
-from fsdptool.planning.choice import roomy
+from fsdptool.planning.choice import EarlyEnd, roomy
 from fsdptool.planning.file_run import LAUNCHED
 from fsdptool.planning.hardware import expands
 from fsdptool.planning.verdict import HEADROOM, highest_total, least_device_bytes
@@ -69,6 +69,17 @@ def _whole_base(estimator: Estimator, inputs: PlanInputs, candidate: Candidate) 
             " GPU, which this plan does not contain",
             help="set bnb_4bit_quant_storage to the dtype in which the run computes, such as bfloat16",
         )
+
+
+def ended_early(end: EarlyEnd) -> Diagnostic:
+    """Return what is said of a search that did not evaluate every configuration."""
+    why = "was told to end" if end.interrupted else "ended at the first configuration that fits"
+    return Diagnostic(
+        "PLN018",
+        "warning" if end.interrupted else "info",
+        f"the search {why}, after {end.evaluated} of {end.of}: another configuration may be better",
+        help=None if end.interrupted else "leave out --quick to look for the fastest",
+    )
 
 
 def does_not_fit(candidate: Candidate) -> bool:

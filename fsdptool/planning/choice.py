@@ -15,6 +15,21 @@ SAME = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """A search that did not evaluate every configuration.
+
+    Attributes:
+        interrupted: Whether it was told to end; else it ended at the first configuration that fits.
+        evaluated: Configurations that were evaluated of those around the point that it had reached.
+        of: How many there are.
+    """
+
+    interrupted: bool
+    evaluated: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """Every candidate that was evaluated, and what became of it.
 
@@ -24,6 +39,7 @@ class SearchResult:
         front: Ids of the Pareto front of speed and allocated memory.
         requested: Id of the requested candidate of each cluster.
         best: Id of the best candidate of each cluster; None where none fits.
+        ended: How the search ended early; None where it did not.
     """
 
     candidates: tuple[Candidate, ...]
@@ -31,6 +47,7 @@ class SearchResult:
     front: tuple[str, ...]
     requested: tuple[str, ...]
     best: tuple[str | None, ...] = ()
+    ended: EarlyEnd | None = None
 
 
 def choose(

@@ -189,6 +189,8 @@ class Options(TypedDict, total=False):
     search: Annotated[bool | None, Option(
         "Search all settings, or evaluate only this configuration. Default: search the settings that are not"
         " given.", "Answer", flags=("--search/--no-search",))]
+    quick: Annotated[bool | None, Option(
+        "Stop the search at the first configuration that fits.", "Answer")]
     prefer: Annotated[str | None, Option("What to optimize", "Answer", choices=get_args(Preference))]
     # fmt: on
 

@@ -14,7 +14,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import batch_spec, sample_size
 from fsdptool.modeling.resolve import on_ranks, resolve_run
-from fsdptool.planning.advice import advise, advise_lengths
+from fsdptool.planning.advice import advise, advise_lengths, ended_early
 from fsdptool.planning.assembly import is_refused
 from fsdptool.planning.batch_sizes import largest_batch
 from fsdptool.planning.bounds import is_bounded
@@ -107,6 +107,7 @@ def make_plan(
     request: Request,
     *,
     progress: Progress | None = None,
+    stop: Callable[[], bool] | None = None,
     model: tuple[ModelSpec, Anatomy] | None = None,
 ) -> Plan:
     """Return the plan of canonical inputs.
@@ -114,6 +115,7 @@ def make_plan(
     Args:
         request: The inputs and what was noticed while reading them.
         progress: Called with a line of progress from time to time.
+        stop: Asked after each configuration of a search whether to answer with the best so far.
         model: What :func:`inspect_model` returned for these inputs; None inspects the model here.
 
     Raises:
@@ -138,7 +140,7 @@ def make_plan(
         tried: tuple[LargestBatch, ...] = ()
         if inputs.max_batch:
             requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
-        result = run_search(estimator, inputs, requested, progress=progress)
+        result = run_search(estimator, inputs, requested, progress=progress, stop=stop)
         plan = _conclude(estimator, inputs, requested, result, noticed, tried, progress)
     return replace(plan, unread=request.unread, verdict=_certain(plan))
 
@@ -307,7 +309,7 @@ def _conclude(
     verdict = "fits"
     if chosen is None:
         evaluated = [c for c in result.candidates if not is_refused(c) and not is_bounded(c)]
-        unknown = any(c.device_total_bytes is None for c in evaluated)
+        unknown = result.ended is not None or any(c.device_total_bytes is None for c in evaluated)
         verdict = "unknown" if unknown or first.usable_bytes is None else "does_not_fit"
     elif not chosen.timeline:
         # Searches keep timelines for few; the chosen one's is the answer.
@@ -339,6 +341,8 @@ def _conclude(
     if chosen is not None and len(result.candidates) > 1:
         mesh = mesh_choice(result.candidates, chosen, inputs.clusters[place], prefer=inputs.prefer)
     lengths = plan_lengths(estimator, inputs, chosen or first, progress=progress)
+    if result.ended is not None:
+        diagnostics.append(ended_early(result.ended))
     diagnostics += advise_lengths(lengths, expandable=expands(inputs.clusters[place], inputs.loop))
     sample = sample_size(estimator.spec, inputs.recipe)
     details = replace(

@@ -277,6 +277,8 @@ def _lengths(options: Options) -> SampleLengths | None:
 def _search_scope(options: Options, profile: str) -> SearchScope:
     """CPU plans search only on request: without a step time no configuration is preferable."""
     search = options.get("search")
+    if options.get("quick") and (search or (search is None and profile == "cuda")):
+        return "first"
     if search is None:
         return "open" if profile == "cuda" and not options.get("max_batch") else "none"
     return "wide" if search else "none"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from fsdptool.errors import ConfigError
+from fsdptool.formatting import elapsed
 from fsdptool.layout.sites import experts_of
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.assembly import refused
 from fsdptool.planning.bounds import Bounds
 from fsdptool.planning.checkpointing import optimal_candidates
-from fsdptool.planning.choice import SearchResult, choose, merit, roomy
+from fsdptool.planning.choice import EarlyEnd, SearchResult, choose, merit, roomy
 from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.planning.verdict import HEADROOM
@@ -30,12 +31,60 @@ _FRONT, _REPLAYS = 4, 40
 where one choice after the other turns out too tight are there more than a handful."""
 
 
+_PROGRESS_SECONDS = 0.5
+"""Least time between two lines of progress."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Tells how a search gets on, and ends it early.
+
+    Attributes:
+        progress: Called with a line of progress from time to time.
+        stop: Asked after each configuration whether to end the search.
+        first: Whether to end it at the first configuration that fits and leaves headroom.
+        prefer: What the best configuration is chosen by.
+        ended: How it was ended.
+    """
+
+    progress: Progress | None = None
+    stop: Callable[[], bool] | None = None
+    first: bool = False
+    prefer: str = "speed"
+    ended: EarlyEnd | None = None
+    _best: Candidate | None = None
+    _told: float = field(default_factory=time.monotonic)
+
+    def evaluating(self, number: int, total: int, countdown: Countdown) -> None:
+        """Say which configuration is evaluated, and how good the best one is so far."""
+        if self.progress is None or time.monotonic() - self._told < _PROGRESS_SECONDS:
+            return
+        self._told = time.monotonic()
+        best = ""
+        if self._best is not None and self._best.step_seconds is not None:
+            best = f", best that fits: {elapsed(self._best.step_seconds)} per step"
+        self.progress(
+            f"evaluated {number} of {total} configurations{best}{left_text(countdown.left(number))}"
+        )
+
+    def ends(self, candidate: Candidate, number: int, total: int) -> bool:
+        """Return whether the search ends with a candidate, the last of ``number`` of ``total``."""
+        fits = candidate.rejected_by is None and roomy(candidate)
+        if fits and (self._best is None or merit(candidate, self.prefer) > merit(self._best, self.prefer)):
+            self._best = candidate
+        interrupted = self.stop is not None and self.stop()
+        if interrupted or (self.first and fits):
+            self.ended = EarlyEnd(interrupted, number, total)
+        return self.ended is not None
+
+
 def run_search(
     estimator: Estimator,
     inputs: PlanInputs,
     requested: Sequence[SearchPoint],
     *,
     progress: Progress | None = None,
+    stop: Callable[[], bool] | None = None,
     bounded: bool = True,
 ) -> SearchResult:
     """Evaluate the requested configuration and, if a search is requested, every one around it.
@@ -45,6 +94,7 @@ def run_search(
         inputs: The canonical inputs.
         requested: The search point of the requested configuration on each cluster.
         progress: Called with a line of progress from time to time.
+        stop: Asked after each configuration whether to end the search with what is known.
         bounded: Whether configurations that cannot fit are left out before they are simulated.
     """
     candidates: list[Candidate] = []
@@ -52,20 +102,21 @@ def run_search(
     # A policy is made for what would be the fastest, whether it fits or not.
     bounds = Bounds(estimator, inputs, active=bounded and not inputs.optimal_checkpointing)
     replays: _Replays = {}
+    watch = Watch(progress, stop, first=inputs.search == "first", prefer=inputs.prefer)
     for point in requested:
         name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
         before = len(candidates)
-        own = _evaluate(bounds, inputs, point, (name, before), progress=progress)
-        if inputs.search != "none":
-            divided = _divide(bounds, inputs, point, own, before + len(own), progress)
-            if not divided:
+        own = _evaluate(bounds, inputs, point, (name, before), watch=watch)
+        if inputs.search != "none" and watch.ended is None:
+            divided = _divide(bounds, inputs, point, own, before + len(own), watch)
+            if not divided and watch.ended is None:
                 # A replay may take away the reason not to divide: the best estimate does not fit after all.
                 _settle(estimator, inputs, own, [name], replays)
-                divided = _divide(bounds, inputs, point, own, before + len(own), progress)
+                divided = _divide(bounds, inputs, point, own, before + len(own), watch)
             own += divided
         candidates += own
-    if inputs.optimal_checkpointing:
+    if inputs.optimal_checkpointing and watch.ended is None:
         candidates += _optimal(estimator, inputs, candidates, progress)
     # Each offer has its best row, whose allocator is replayed as the chosen one's is.
     best = []
@@ -83,11 +134,7 @@ def run_search(
             simulated = {c.id: c for c in part}
             candidates = [simulated.get(c.id, c) for c in candidates]
     result = choose(candidates, requested_ids, prefer=inputs.prefer, among=among)
-    return replace(result, best=tuple(best))
-
-
-_PROGRESS_SECONDS = 0.5
-"""Least time between two lines of progress."""
+    return replace(result, best=tuple(best), ended=watch.ended)
 
 
 def _evaluate(
@@ -98,7 +145,7 @@ def _evaluate(
     tensor: Sequence[int] = (),
     *,
     without: Collection[str] = (),
-    progress: Progress | None,
+    watch: Watch,
 ) -> list[Candidate]:
     """Evaluate the configurations around a point.
 
@@ -110,7 +157,7 @@ def _evaluate(
             already.
         tensor: Tensor-parallel sizes other than the point's, which is then left out; empty: the point's.
         without: Checkpointing policies to leave out.
-        progress: Called with a line of progress from time to time.
+        watch: Told of each configuration; may end the search.
     """
     estimator, cluster = bounds.estimator, inputs.clusters[point.cluster]
     machine = inputs.machines[point.cluster]
@@ -134,7 +181,7 @@ def _evaluate(
         ]
     name, before = names
     failed: set[tuple[int, int]] = set()
-    countdown, told = Countdown(len(space)), time.monotonic()
+    countdown = Countdown(len(space))
     found: dict[int, Candidate] = {}
     # The requested one comes first, whatever it needs: others are bounded by what its trace shows.
     order = [place for place in range(len(space)) if name and space[place] == point]
@@ -143,10 +190,7 @@ def _evaluate(
         option = space[place]
         if (option.cp, option.tp) in failed:
             continue
-        if progress is not None and time.monotonic() - told >= _PROGRESS_SECONDS:
-            told = time.monotonic()
-            left = left_text(countdown.left(number))
-            progress(f"evaluated {number + 1} of {len(space)} configurations{left}")
+        watch.evaluating(number + 1, len(space), countdown)
         try:
             if name and option == point:
                 found[place] = estimator.candidate(name, option, cluster, machine)
@@ -157,6 +201,9 @@ def _evaluate(
             if (option.cp, option.tp) == (point.cp, point.tp):
                 raise
             failed.add((option.cp, option.tp))
+            continue
+        if watch.ends(found[place], number + 1, len(space)) and number + 1 < len(order):
+            break
     ordered = [found[place] for place in sorted(found)]
     return [
         replace(candidate, id=name if name and candidate.settings == point else f"c{before + count:04d}")
@@ -187,7 +234,7 @@ def _divide(
     point: SearchPoint,
     whole: Sequence[Candidate],
     before: int,
-    progress: Progress | None,
+    watch: Watch,
 ) -> list[Candidate]:
     """Evaluate groups that share out experts and then, if that is not enough, groups that divide layers.
 
@@ -197,7 +244,7 @@ def _divide(
         point: The requested configuration of a cluster.
         whole: What was evaluated around it.
         before: How many candidates there are already.
-        progress: Called with a line of progress from time to time.
+        watch: Told of each configuration; may end the search.
     """
     estimator, cluster = bounds.estimator, inputs.clusters[point.cluster]
     added: list[Candidate] = []
@@ -219,8 +266,10 @@ def _divide(
             continue
         names = "", before + len(added)
         outgrown = _outgrown(whole, around)
-        found = _evaluate(bounds, around, divided, names, without=outgrown, progress=progress)
+        found = _evaluate(bounds, around, divided, names, without=outgrown, watch=watch)
         added += found
+        if watch.ended is not None:
+            return added
         promise = _promise(found, inputs)
         if not promise[0] and len(sizes) > 1:
             # Of groups that do not fit, how much more the leanest needs says whether a larger one may.
@@ -248,7 +297,9 @@ def _divide(
     for sequence, sizes in divisible.items():
         names = "", before + len(added)
         start = replace(point, sequence_parallel=sequence)
-        added += _evaluate(bounds, inputs, start, names, sizes, progress=progress)
+        added += _evaluate(bounds, inputs, start, names, sizes, watch=watch)
+        if watch.ended is not None:
+            break
     return added
 
 

@@ -25,7 +25,7 @@ from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]
-SearchScope = Literal["none", "open", "wide"]
+SearchScope = Literal["none", "open", "wide", "first"]
 Preference = Literal["speed", "price"]
 
 
@@ -403,7 +403,8 @@ class PlanInputs:
         machines: The machine table's row for each of them.
         profile: Device profile whose memory is predicted.
         wrap, exclude: Wrap classes named or excluded by the user.
-        search: ``none``, ``open`` (settings that were left open) or ``wide`` (all not on the command line).
+        search: ``none``, ``open`` (settings that were left open), ``wide`` (all not on the command line) or
+            ``first`` (as ``open``, up to the first configuration that fits).
         fixed: Settings the search leaves alone.
         max_batch: Whether to find the largest micro-batch.
         optimal_checkpointing: Whether to create a checkpointing policy for the available memory.
