@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from fsdptool.cli.options import print_document, say, write_file
 from fsdptool.errors import ExitCode
+from fsdptool.files.values import load_json
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
 
     text = row_text(share(source, gpu=gpu, gpus=gpus, nodes=nodes, config=config))
     if output is None:
-        print_document(json.loads(text))
+        print_document(load_json(text))
     else:
         write_file(output, text, force=force)
         say(f"wrote {output}")
