@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
@@ -57,6 +58,7 @@ class DataLook:
         longest: Characters of the longest text among the rows that were read, or None.
         samples: About how many there are, or None where that would take reading them.
         characters: About how many characters they have together, or None.
+        pictures: Height and width in pixels of the pictures that were looked at; empty for text.
     """
 
     data: Data
@@ -65,6 +67,7 @@ class DataLook:
     longest: int | None = None
     samples: int | None = None
     characters: int | None = None
+    pictures: tuple[tuple[int, int], ...] = ()
 
 
 def look_at(path: str, objective: Objective) -> DataLook:
@@ -78,7 +81,7 @@ def look_at(path: str, objective: Objective) -> DataLook:
         ConfigError: There is nothing, or nothing that the objective can be trained on.
     """
     from fsdptool.source.hub import looks_like_id
-    from fsdptool.training.data.images import STILLS
+    from fsdptool.training.data.images import STILLS, picture_size
     from fsdptool.training.data.sources import TEXT_SUFFIXES
 
     if objective.samples is None:
@@ -114,7 +117,14 @@ def look_at(path: str, objective: Objective) -> DataLook:
     if source == "images":
         if objective.samples not in ("latents", "labelled"):
             raise ConfigError(f"--data {path} holds images, and the model is trained on text")
-        return DataLook(Data(source="images", path=path), "images", samples=counted["images"])
+        stills = sorted(file for file in files if kinds.get(file.suffix.lower()) == "images")
+        some = stills[:: math.ceil(len(stills) / _ROWS)]
+        return DataLook(
+            Data(source="images", path=path),
+            "images",
+            samples=counted["images"],
+            pictures=tuple(map(picture_size, some)),
+        )
     if objective.samples == "latents":
         raise ConfigError(f"--data {path} holds text, and the model is trained on images")
     from fsdptool.training.data.sources import open_source
@@ -406,7 +416,9 @@ def _complete_sizes(
     given: dict[str, Any], spec: ModelSpec, objective: Objective, look: DataLook | None
 ) -> None:
     if objective.samples == "latents":
-        given.setdefault("height", given.get("width", 1024))
+        if "height" not in given and "width" not in given:
+            given["height"], given["width"] = _pixels(spec, look)
+        given.setdefault("height", given.get("width"))
         given.setdefault("width", given["height"])
     elif "sequence_length" not in given and objective.samples is not None and "image_size" not in spec.config:
         tokens = 2048
@@ -416,6 +428,24 @@ def _complete_sizes(
             tokens = min(tokens, 256)
         limits = (_size(spec, name) for name in ("max_position_embeddings", "n_positions"))
         given["sequence_length"] = min([tokens, *(limit for limit in limits if limit)])
+
+
+def _pixels(spec: ModelSpec, look: DataLook | None) -> tuple[int, int]:
+    """Return the height and width that the model was trained at, or a smaller size of this shape.
+
+    At least half of the pictures cover it without being enlarged, unless they are smaller than one step.
+    """
+    from fsdptool.families.registry import family_of
+
+    family: Any = family_of(spec)
+    if not hasattr(family, "native_size"):
+        return 1024, 1024
+    (height, width), step = family.native_size(spec.config), family.pixel_step(spec.config)
+    covered = [min(tall / height, wide / width) for tall, wide in (look.pictures if look else ())]
+    scale = min(1.0, median_low(covered)) if covered else 1.0
+    # The small addition keeps 384 / 512 * 512 from falling below 384.
+    sides = (max(int(side * scale / step + 1e-9), 1) * step for side in (height, width))
+    return next(sides), next(sides)
 
 
 def _size(spec: ModelSpec, name: str) -> int | None:

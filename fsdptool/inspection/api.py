@@ -17,6 +17,7 @@ from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Paramet
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version
 from fsdptool.source.references import own_code_digest
+from fsdptool.source.vae import pixels_per_latent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -180,6 +181,7 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
         "component": spec.component,
         "trust_remote_code": spec.trust_remote_code,
         "code": own_code_digest(spec),
+        "vae": pixels_per_latent(spec),
         "dtype": dtype,
         "plugin": family_digest(spec.family),
         "libraries": library_versions(),

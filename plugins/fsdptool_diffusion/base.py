@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,14 @@ from fsdptool.families.bases import CatalogueFamily
 from fsdptool.families.bases.batches import SOURCES, stacked, time
 from fsdptool.families.bases.families import load_class, one_line, plain, quiet
 from fsdptool.families.objectives.common import unwrapped
-from fsdptool.families.protocol import Objective, TensorSpec
+from fsdptool.families.protocol import Family, Objective, TensorSpec
+from fsdptool.source.vae import pixels_per_latent
 from fsdptool_diffusion.objectives import Epsilon, FlowMatching, VPrediction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.recipe import Recipe
 
 TRAIN_STEPS = 1000
@@ -152,19 +155,65 @@ class Denoiser(DiffusersFamily):
     )
     discrete = False
     """Whether time is an integer step (epsilon and v-prediction) instead of a fraction."""
+    patch_key: str | None = "patch_size"
+    """Key of the latents per token, each way; None where it means something else. Not read if packed."""
+    native_key: str | None = "sample_size"
+    """Key of the latents, each way, that the model was trained on; None where it says something else."""
+    vae_pixels: int | None = None
+    """Pixels per latent of the pipeline's own VAE, where the model lies in one that says."""
+
+    def bind(self, spec: ModelSpec) -> Family:
+        """Return the family for one model: with what its pipeline's VAE makes of pixels."""
+        pixels = pixels_per_latent(spec)
+        if pixels is None:
+            return self
+        bound = copy(self)
+        bound.vae_pixels = pixels
+        return bound
 
     def full(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration with its class's defaults."""
         return self.complete(config, self.model_class(config))
 
     def geometry_for(self, full: Mapping[str, Any]) -> Geometry:
-        """Return the geometry of one configuration."""
+        """Return the geometry of the published models with such a configuration."""
         return self.geometry
+
+    def patch_for(self, full: Mapping[str, Any]) -> int:
+        """Return the latents, each way, that a side in latents has to be a multiple of."""
+        patch = full.get(self.patch_key) if self.patch_key and self.packing == 1 else None
+        last = patch[-1] if isinstance(patch, list | tuple) and patch else patch
+        return last if isinstance(last, int) and last > 0 else self.geometry_for(full).patch
+
+    def own_geometry(self, full: Mapping[str, Any]) -> Geometry:
+        """Return the geometry of one model: its configuration's patch and its pipeline's VAE.
+
+        With another VAE the default size has as many latents, in steps that the model can divide.
+        """
+        published, patch = self.geometry_for(full), self.patch_for(full)
+        spatial = self.vae_pixels or published.spatial
+        if (spatial, patch) == (published.spatial, published.patch):
+            return published
+        height, width = (
+            max(side // published.spatial // patch, 1) * patch * spatial
+            for side in (published.height, published.width)
+        )
+        return replace(published, spatial=spatial, patch=patch, height=height, width=width)
 
     def pixel_step(self, config: Mapping[str, Any]) -> int:
         """Return what a side in pixels has to be a multiple of."""
-        geometry = self.geometry_for(self.full(config))
+        geometry = self.own_geometry(self.full(config))
         return geometry.spatial * geometry.patch
+
+    def native_size(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        """Return height and width in pixels that the model was trained at: its own, or its family's."""
+        full = self.full(config)
+        geometry = self.own_geometry(full)
+        latents = full.get(self.native_key) if self.native_key and not geometry.temporal else None
+        if not isinstance(latents, int) or latents <= 0:
+            return geometry.height, geometry.width
+        side = max(latents // geometry.patch, 1) * geometry.patch * geometry.spatial
+        return side, side
 
     def frame_rate(self, config: Mapping[str, Any]) -> float | None:
         """Return the frames a second the model was trained at, if that is known."""
@@ -172,7 +221,7 @@ class Denoiser(DiffusersFamily):
 
     def default_size(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Return pixels and frames of a sample where the recipe does not say."""
-        geometry = self.geometry_for(self.full(config))
+        geometry = self.own_geometry(self.full(config))
         size = {"height": geometry.height, "width": geometry.width}
         return {**size, "frames": geometry.frames} if geometry.temporal else size
 
@@ -186,7 +235,7 @@ class Denoiser(DiffusersFamily):
         Raises:
             ConfigError: The recipe's sizes do not divide.
         """
-        geometry, batch = self.geometry_for(full), recipe.batch
+        geometry, batch = self.own_geometry(full), recipe.batch
         unit = self.pixel_step(full)
         sides = []
         for name, given, default in (

@@ -182,6 +182,7 @@ class QwenImage21(Denoiser):
     """Qwen-Image 2.1, text to image: latents of 16 pixels behind the text; time is a fraction."""
 
     geometry = Geometry(spatial=16, patch=2)
+    patch_key = None  # of one latent; the text's slots take two by two
 
     def conditions(
         self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]

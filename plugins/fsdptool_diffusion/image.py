@@ -161,6 +161,7 @@ class AuraFlow(Denoiser):
     """AuraFlow: time is a fraction."""
 
     text_tokens = 256
+    native_key = None  # 64, though the pipeline's own size is 1024 pixels (diffusers 0.42.1)
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
         """Return the text states."""
@@ -178,7 +179,8 @@ class CogView4(Denoiser):
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
         """Return text states, original and target sizes in pixels, and the crop's corner."""
-        pixels = (float(shape[2] * 8), float(shape[3] * 8))
+        unit = self.own_geometry(full).spatial
+        pixels = (float(shape[2] * unit), float(shape[3] * unit))
         sizes = [
             TensorSpec(name, (shape[0], 2), "float32", "constant", values=pixels)
             for name in ("original_size", "target_size")

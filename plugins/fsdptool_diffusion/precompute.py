@@ -25,6 +25,7 @@ from fsdptool.files.text import holds, private_folder
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.runs.work import Countdown, left_text
+from fsdptool.source.vae import vae_factor
 from fsdptool.training.data.build import for_micro_batch
 from fsdptool.training.data.encoded import Done, Tell
 from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pictures, read_pixels
@@ -117,6 +118,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
         raise ConfigError(f"{pipeline} has no vae/config.json", help="name a whole pipeline's folder")
     family: Any = family_of(spec)
     step = family.pixel_step(spec.config) if hasattr(family, "pixel_step") else 1
+    _check_vae(pipeline, spec)
     buckets = buckets_of(batch.height, batch.width, batch.frames or 1, data.options, step=step)
     _check_sizes(recipe, spec, buckets)
     specs = {item.name: item for item in family.batch_spec(spec.config, for_micro_batch(recipe, 1))}
@@ -138,6 +140,21 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
     requested = data.options.get("latents")
     folder = Path(str(requested)).expanduser() if requested else cache / "latents" / key
     return dataclasses.replace(work, key=key, folder=folder)
+
+
+def _check_vae(pipeline: Path, spec: ModelSpec) -> None:
+    """Another pipeline's VAE may shrink pixels more than the model's own, but not less: memory is planned."""
+    family: Any = family_of(spec)
+    own = vae_factor(pipeline)
+    if own is None or not hasattr(family, "own_geometry"):
+        return
+    planned = family.own_geometry(family.full(spec.config)).spatial
+    if own < planned:
+        raise ConfigError(
+            f"the VAE of {pipeline} makes a latent of {own} x {own} pixels, memory is planned for one of"
+            f" {planned} x {planned}",
+            help="name that pipeline's folder as model.reference, or another one in data.options.pipeline",
+        )
 
 
 def _rate(recipe: Recipe, spec: ModelSpec) -> float | None:

@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 Specs = tuple[TensorSpec, ...]
 
 
+def halved(full: Mapping[str, Any]) -> int:
+    """Return by what a UNet divides its sides: every level but the last halves them (diffusers 0.42.1)."""
+    return 1 << (len(full["down_block_types"]) - 1)
+
+
 class UNet(Denoiser):
     """Stable Diffusion 1, XL and Kolors."""
 
     geometry = Geometry(patch=8, height=512, width=512)
     text_tokens = 77
+
+    def patch_for(self, full: Mapping[str, Any]) -> int:
+        """Return what the levels divide by."""
+        return halved(full)
 
     def conditions(self, full: Mapping[str, Any], recipe: Recipe, shape: tuple[int, ...]) -> Specs:
         """Return CLIP's states; XL adds pooled text and the six sizes."""
@@ -34,7 +43,8 @@ class UNet(Denoiser):
         specs = [floats("encoder_hidden_states", shape[0], self.tokens(recipe), width)]
         if full.get("addition_embed_type") == "text_time":
             pooled = full["projection_class_embeddings_input_dim"] - 6 * full["addition_time_embed_dim"]
-            size = (float(shape[2] * 8), float(shape[3] * 8))
+            pixels = self.own_geometry(full).spatial
+            size = (float(shape[2] * pixels), float(shape[3] * pixels))
             ids = (*size, 0.0, 0.0, *size)
             specs += [
                 floats("text_embeds", shape[0], pooled),
@@ -66,6 +76,10 @@ class VideoUNet(Denoiser):
 
     geometry = Geometry(patch=8, temporal=1, height=576, width=1024, frames=14)
     text_tokens = 1
+
+    def patch_for(self, full: Mapping[str, Any]) -> int:
+        """Return what the levels divide by."""
+        return halved(full)
 
     def latent_channels(self, full: Mapping[str, Any]) -> int:
         """Return what the VAE makes; the image's latents are further channels."""
@@ -153,6 +167,12 @@ class StableCascade(CosineEpsilon):
     text_tokens = 77
     resolution = 42.67
 
+    def patch_for(self, full: Mapping[str, Any]) -> int:
+        """Return what stage B's patches and levels divide by; stage C's sides are rounded."""
+        if not full.get("effnet_in_channels"):
+            return self.geometry.patch
+        return int(full["patch_size"]) << (len(full["block_out_channels"]) - 1)
+
     def small(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the card's small values; stage B has its own."""
         options: Mapping[str, Any] = self.options["small_b" if config.get("effnet_in_channels") else "small"]
@@ -211,6 +231,10 @@ class DeepFloyd(CosineEpsilon):
         if full["in_channels"] == 3:
             return self.geometry
         return Geometry(spatial=1, patch=32, height=256, width=256)
+
+    def patch_for(self, full: Mapping[str, Any]) -> int:
+        """Return what the levels divide by."""
+        return halved(full)
 
     def latent_channels(self, full: Mapping[str, Any]) -> int:
         """Return the image's channels: the other half of the output is a variance, not trained here."""

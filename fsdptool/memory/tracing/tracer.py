@@ -20,6 +20,7 @@ from fsdptool.records.diagnostic import digest, library_versions, tool_version
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.trace import Profile, Trace
 from fsdptool.source.references import own_code_digest
+from fsdptool.source.vae import pixels_per_latent
 
 KIND, REFUSAL = "trace", "refusal"
 _REFUSALS: Mapping[str, type[FsdptoolError]] = {
@@ -197,4 +198,5 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "component": spec.component,
         "folder": spec.folder if spec.trust_remote_code else None,
         "code": own_code_digest(spec),
+        "vae": pixels_per_latent(spec),
     }

@@ -88,7 +88,7 @@ def list_pictures(data: Data, buckets: Sequence[Bucket]) -> tuple[Picture, ...]:
             stem = root / (name if video and (root / name).is_dir() else str(Path(name).with_suffix("")))
             text = stem.with_name(stem.name + ".txt")
             caption = _caption(text) if text.is_file() else ""
-        height, width = _size(files[0])
+        height, width = picture_size(files[0])
         number = nearest(height / width, buckets)
         pictures.append(Picture(name, tuple(map(str, files)), caption, height, width, number))
     if not pictures:
@@ -199,7 +199,12 @@ def _no_image(file: str | Path, error: Exception) -> ConfigError:
     )
 
 
-def _size(file: Path) -> tuple[int, int]:
+def picture_size(file: Path) -> tuple[int, int]:
+    """Return height and width of a picture as it is shown, or of a video.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     if file.suffix.lower() in VIDEOS:
         return video_size(file)
     with _open(file) as image:
