@@ -417,7 +417,7 @@ def _complete_sizes(
 ) -> None:
     if objective.samples == "latents":
         if "height" not in given and "width" not in given:
-            given["height"], given["width"] = _pixels(spec, look)
+            given["height"], given["width"] = starting_pixels(spec, look)
         given.setdefault("height", given.get("width"))
         given.setdefault("width", given["height"])
     elif "sequence_length" not in given and objective.samples is not None and "image_size" not in spec.config:
@@ -430,7 +430,7 @@ def _complete_sizes(
         given["sequence_length"] = min([tokens, *(limit for limit in limits if limit)])
 
 
-def _pixels(spec: ModelSpec, look: DataLook | None) -> tuple[int, int]:
+def starting_pixels(spec: ModelSpec, look: DataLook | None) -> tuple[int, int]:
     """Return the height and width that the model was trained at, or a smaller size of this shape.
 
     At least half of the pictures cover it without being enlarged, unless they are smaller than one step.
