@@ -58,6 +58,10 @@ class ModelError(FsdptoolError):
     """A model that resolves but cannot be built or inspected."""
 
 
+class InputsError(ModelError):
+    """A model of which nothing says what a micro-batch looks like: it can be inspected, but not traced."""
+
+
 class ConfigError(FsdptoolError):
     """A configuration or recipe that cannot be used."""
 

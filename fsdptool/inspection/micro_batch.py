@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.cache import Store, source_digest
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, InputsError
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.inspection.api import cache_parts
@@ -43,6 +43,21 @@ def batch_spec(spec: ModelSpec, recipe: Recipe) -> tuple[TensorSpec, ...]:
     return tensors
 
 
+def planned_batch(spec: ModelSpec, recipe: Recipe) -> tuple[TensorSpec, ...]:
+    """Return what :func:`batch_spec` does, or nothing if nobody says what a micro-batch looks like.
+
+    A plan then knows the states alone.
+
+    Raises:
+        ConfigError: The recipe's sizes do not suit the model.
+        ModelError: What describes its inputs fails.
+    """
+    try:
+        return batch_spec(spec, recipe)
+    except InputsError:
+        return ()
+
+
 def sample_size(spec: ModelSpec, recipe: Recipe) -> SampleSize:
     """Return the size of a sample: what the recipe says, and what of the rest is the family's default.
 
@@ -56,7 +71,7 @@ def sample_size(spec: ModelSpec, recipe: Recipe) -> SampleSize:
             return from_json(SampleSize, kept)
         except (ConfigError, TypeError):
             pass
-    tensors = batch_spec(spec, recipe)
+    tensors = planned_batch(spec, recipe)
     given = {name: getattr(recipe.batch, name) for name in _SIZES}
     given = {name: size for name, size in given.items() if size is not None}
     assumed = {name: size for name, size in _defaults(spec, tensors).items() if name not in given}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.census import item_bytes
 from fsdptool.inspection.logit_tail import logit_tail
-from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.units import TrainedModel, as_trained
 from fsdptool.records.fused_loss import IMPOSSIBLE, PRODUCT_CHUNKS, FusedLoss, FusedLossReason
@@ -124,7 +124,7 @@ def _not_worth_it(trained: TrainedModel, run: ResolvedRun) -> FusedLossReason | 
     spec = anatomy.spec
     if spec.library != "transformers" or spec.trust_remote_code:
         return FusedLossReason.UNTESTED
-    labels = next((item for item in batch_spec(spec, recipe) if item.name == "labels"), None)
+    labels = next((item for item in planned_batch(spec, recipe) if item.name == "labels"), None)
     head = plain_head(anatomy)
     if labels is None or head is None:
         return FusedLossReason.UNTESTED

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdptool.config.programs import PROGRAMS, installed_version, is_before
 from fsdptool.errors import FsdptoolError
 from fsdptool.formatting import amount
-from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.choice import EarlyEnd, roomy
 from fsdptool.planning.file_run import LAUNCHED
@@ -200,7 +200,7 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     batch = recipe.batch
     if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
         return []
-    tensors = batch_spec(spec, recipe)
+    tensors = planned_batch(spec, recipe)
     shapes = [
         f"{item.name} {' x '.join(map(str, item.shape[1:]))}" for item in tensors if len(item.shape) > 1
     ]
@@ -243,7 +243,7 @@ def _packing(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     documents = objective_for(recipe, spec).samples == "documents"
     if not documents or data.source == "synthetic" or not (data.packing and data.document_mask):
         return []
-    names = {item.name for item in batch_spec(spec, recipe)}
+    names = {item.name for item in planned_batch(spec, recipe)}
     if "position_ids" in names or "pixel_values" in names:
         return []
     return [

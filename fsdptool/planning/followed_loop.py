@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.files.tree import Node
-from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.planning.options import Options, declared
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.plan import NotPlanned, PlanInputs, TrainingLoop, UnreadKeys
@@ -128,7 +128,7 @@ def suited(spec: ModelSpec, inputs: PlanInputs) -> PlanInputs:
         open_points = tuple(name for name in open_points if name != "encoders")
     elif loop.program == OWN:
         open_points = ("encoders",)
-    labelled = any(item.name == "labels" for item in batch_spec(spec, recipe))
+    labelled = any(item.name == "labels" for item in planned_batch(spec, recipe))
     if not labelled or objective.sequences > 1 or recipe.method.distillation is not None:
         loop = replace(loop, loss_in_forward=False, own_loss=False)
         open_points = tuple(name for name in open_points if name not in _ABOUT_LOSSES)

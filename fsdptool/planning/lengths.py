@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from fsdptool.inspection.micro_batch import batch_spec
+from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.estimator import Estimator
 from fsdptool.records.lengths import LengthsPlan, PlannedLength, SampleLengths
@@ -156,7 +156,7 @@ def _plan(
 
 
 def _unsupported(spec: ModelSpec, inputs: PlanInputs, point: SearchPoint) -> str | None:
-    if "input_ids" not in {item.name for item in batch_spec(spec, inputs.recipe)}:
+    if "input_ids" not in {item.name for item in planned_batch(spec, inputs.recipe)}:
         return "the model does not train on text"
     if not objective_for(inputs.recipe, spec).single_length:
         return "the texts of a sample have lengths of their own"

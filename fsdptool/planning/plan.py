@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
-from fsdptool.inspection.micro_batch import batch_spec, sample_size
+from fsdptool.inspection.micro_batch import planned_batch, sample_size
 from fsdptool.modeling.resolve import on_ranks, resolve_run
 from fsdptool.planning.advice import advise, advise_lengths, ended_early
 from fsdptool.planning.assembly import is_refused
@@ -259,7 +259,7 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
                 help=f"use at most {positions}; to extend the context: --override {key}={length}",
             )
     # The family knows the rest: positions its configuration class defaults to, sizes images must have.
-    batch_spec(spec, recipe)
+    planned_batch(spec, recipe)
 
 
 def _decided_flags(inputs: PlanInputs, point: SearchPoint, sample: SampleSize) -> list[str]:

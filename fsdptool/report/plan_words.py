@@ -39,6 +39,8 @@ REJECTIONS[RejectionKind.CPU_OFFLOAD] = "CPU offload"
 """What each kind of rejection is called."""
 FITS = {True: "fits", False: "does not fit", None: "unknown"}
 """Whether a suggestion fits."""
+ACTIVATIONS = "activations: "
+"""How a plan's unknowns begin that say why activations are unknown."""
 
 
 def duration(seconds: float | None, like: float | None = None) -> str:
@@ -579,11 +581,19 @@ def dtypes(plan: Plan) -> str:
     return f"stored: {', '.join(parts)}{computed}"
 
 
-def need(candidate: Candidate) -> str:
-    """Return need against what there is, and the slack."""
+def need(candidate: Candidate, unknowns: Sequence[str] = ()) -> str:
+    """Return need against what there is, and the slack.
+
+    Args:
+        candidate: A candidate.
+        unknowns: Those of its plan, for why its activations are unknown; without them only that they are.
+    """
     total, usable, slack = (candidate.device_total_bytes, candidate.usable_bytes, candidate.slack_bytes)
     if total is None:
         rejection = candidate.rejected_by
+        why = next((text for text in unknowns if text.startswith(ACTIVATIONS)), None)
+        if why and rejection is not None and rejection.kind is RejectionKind.UNKNOWN_ACTIVATIONS:
+            return f"the memory of a rank is unknown: {why.removeprefix(ACTIVATIONS)}"
         return "the memory of a rank is unknown: " + (rejection.detail if rejection else "see below")
     if usable is None or slack is None:
         return f"each rank needs {amount(total)}; the usable memory is unknown"

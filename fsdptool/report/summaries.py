@@ -27,7 +27,7 @@ def plan_lines(plan: Plan) -> list[str]:
     lines = [
         words.headline(plan),
         f"{candidate.id}: {words.brief(candidate.settings)}",
-        words.need(candidate),
+        words.need(candidate, plan.unknowns),
     ]
     if candidate.step_seconds is not None:
         lines.append(

@@ -9,7 +9,7 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.errors import ConfigError, ModelError
+from fsdptool.errors import ConfigError, InputsError, ModelError
 from fsdptool.families.bases import CatalogueFamily
 from fsdptool.families.bases.batches import SOURCES, stacked, time
 from fsdptool.families.bases.families import load_class, one_line, plain, quiet
@@ -111,9 +111,9 @@ class DiffusersFamily(CatalogueFamily):
         """Return the denoiser's inputs for the recipe's sizes.
 
         Raises:
-            ModelError: No inputs are known for the class.
+            InputsError: No inputs are known for the class.
         """
-        raise ModelError(
+        raise InputsError(
             f"the inputs of {self.model_class(config)} are not known",
             help="write a family plugin for the model (docs/how-to/add-a-family.md)",
         )

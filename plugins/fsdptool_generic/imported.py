@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.errors import ModelError
+from fsdptool.errors import InputsError, ModelError
 from fsdptool.families.bases.batches import described, listed_inputs
 from fsdptool.families.bases.families import one_line
 from fsdptool.families.protocol import Family, Flavour, Match, Objective, TensorSpec
@@ -105,7 +105,8 @@ class ImportedFamily(Family):
 
         Raises:
             ConfigError: The list is not one of tensors.
-            ModelError: There is neither, or the function fails.
+            InputsError: There is neither.
+            ModelError: The function fails.
         """
         listed = recipe.objective.options.get("inputs")
         if listed is not None:
@@ -113,7 +114,7 @@ class ImportedFamily(Family):
         reference = self._named()
         function = _beside(reference, self.folder, EXAMPLE_INPUTS)
         if function is None:
-            raise ModelError(f"the inputs of {reference} are not known", help=_HINT)
+            raise InputsError(f"the inputs of {reference} are not known", help=_HINT)
         sizes = {
             "micro_batch": recipe.batch.micro_batch,
             "sequence_length": recipe.batch.sequence_length or 512,

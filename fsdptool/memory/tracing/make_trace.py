@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.errors import ConfigError, FsdptoolError, InputsError
 from fsdptool.families.registry import family_of
 from fsdptool.garbage import without_gc
 from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.compiled_blocks import BlockCompiler
 from fsdptool.memory.tracing.compiled_trace import trace_compiled
 from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
+from fsdptool.memory.tracing.failed_module import explain_failure
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.kernels import fuse_attention
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
@@ -87,7 +88,10 @@ def make_trace(
     anatomy = trained.published or trained.anatomy
     plan = plan_units(trained, run)
     objective = objective_for(recipe, spec)
-    specs = family_of(spec).batch_spec(spec.config, recipe)
+    try:
+        specs = family_of(spec).batch_spec(spec.config, recipe)
+    except InputsError as error:
+        return without_activations(anatomy, recipe, profile, f"{error.message}: {error.help}")
     teacher_trace = _trace_teacher(teacher, run, profile, specs, alike) if teacher is not None else None
 
     base_notes: list[str | None] = []
@@ -212,11 +216,6 @@ def _sampled_tokens(value: Any) -> int:
     return value
 
 
-def _explain(error: Exception, spec: ModelSpec) -> str:
-    text = " ".join(str(error).split())[:200]
-    return f"{spec.model_class} cannot be traced on fake tensors ({type(error).__name__}: {text})"
-
-
 def trained_model(
     spec: ModelSpec,
     run: ResolvedRun,
@@ -339,7 +338,7 @@ def _trace_or_explain(
         raise
     except Exception as error:
         return without_activations(
-            anatomy, recipe, conditions.profile, _explain(error, anatomy.spec), what=what
+            anatomy, recipe, conditions.profile, explain_failure(error, anatomy.spec), what=what
         )
 
 

@@ -55,11 +55,19 @@ _FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}
 """Place of the first factor of each matrix product or convolution; the second one follows."""
 
 
+class MixedDtypesError(RuntimeError):
+    """A product or convolution whose factors have two dtypes; ``what`` says which of them."""
+
+    def __init__(self, what: str, left: Any, right: Any) -> None:
+        super().__init__(f"a {what} of {left} and {right}")
+        self.what = what
+
+
 def check_factors(func: Any, args: Sequence[Any]) -> None:
     """Refuse a product or convolution of two dtypes, as kernels do and fake tensors do not (torch 2.13).
 
     Raises:
-        RuntimeError: The factors differ, as where a model computes in fp32 with weights in bfloat16.
+        MixedDtypesError: The factors differ, as where a model computes in fp32 with weights in bfloat16.
     """
     place = _FACTORS.get(func._overloadpacket.__name__)
     if place is None:
@@ -67,7 +75,7 @@ def check_factors(func: Any, args: Sequence[Any]) -> None:
     left, right = args[place], args[place + 1]
     if left.dtype != right.dtype:
         what = "convolution" if func._overloadpacket.__name__ == "convolution" else "matrix product"
-        raise RuntimeError(f"a {what} of {left.dtype} and {right.dtype}")
+        raise MixedDtypesError(what, left.dtype, right.dtype)
 
 
 def launches(func: Any) -> bool:

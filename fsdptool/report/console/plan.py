@@ -41,7 +41,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     """
     candidate = words.shown(plan)
     print_line(words.headline(plan), style=_STYLES[plan.verdict])
-    print_line(words.need(candidate))
+    print_line(words.need(candidate, plan.unknowns))
     decides = words.host_decides(plan)
     if decides:
         print_line(words.host_line(plan), style="bold yellow")
@@ -385,7 +385,12 @@ def _suggestions(plan: Plan) -> None:
 
 def _notes(plan: Plan, *, explain: bool) -> None:
     details = plan.details
-    lines = [f"unknown: {text}" for text in plan.unknowns]
+    said = words.need(words.shown(plan), plan.unknowns)
+    lines = [
+        f"unknown: {text}"
+        for text in plan.unknowns
+        if not said.endswith(text.removeprefix(words.ACTIVATIONS))
+    ]
     if explain:
         lines += [f"note: {text}" for text in details.notes]
     lines += words.largest_batches(plan)

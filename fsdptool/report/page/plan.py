@@ -115,7 +115,7 @@ def _head(plan: Plan, candidate: Candidate) -> str:
     return (
         f'<header><p class="soft">{escape(model.class_ or "")} · {parameters}</p>'
         f'<h1>{title}: <span class="{verdict}">{answer}</span>{at}</h1>'
-        f"<p>{escape(_sentence(words.need(candidate)))}</p>"
+        f"<p>{escape(_sentence(words.need(candidate, plan.unknowns)))}</p>"
         f'<p class="soft">Shown: {escape(candidate.id)}, {escape(words.brief(candidate.settings))}.</p>'
         f"{''.join(f'<p>{escape(_sentence(line))}</p>' for line in reading)}"
         f"<dl>{cards}</dl>{''.join(f'<p>{escape(_sentence(line))}</p>' for line in decided)}</header>"
