@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdptool.cli.options import Format, FormatOption, print_document, write_file
+from fsdptool.cli.options import Format, FormatOption, TrustOption, print_document, write_file
 from fsdptool.errors import ConfigError, ExitCode
 from fsdptool.files.text import is_file
 
@@ -34,14 +35,23 @@ def command(
         Path | None,
         typer.Option(help="Compare recordings with the prediction of this run folder.", metavar="RUN"),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Explain a failed allocation by this training file or recipe.", metavar="FILE"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Explain it by the sizes of this model.", metavar="MODEL")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the page of a memory snapshot.", metavar="FILE.html")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing page.")] = False,
+    trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
 ) -> int:
     """Recognise known failures of FSDP runs: the cause, what to change, and the rule's page.
 
+    Of a lack of memory, with --config or --model: which tensor has the size that was not available.
     Of traces of torch's profiler: where the time of a step goes, and which rank the others wait for.
     Of a memory snapshot (torch.cuda.memory._dump_snapshot): what holds the memory, and what would free it.
 
@@ -51,6 +61,9 @@ def command(
 
     if plan is not None and run is not None:
         raise ConfigError("--plan and --run are given", help="compare with one of them")
+    explained = config is not None or model is not None
+    if explained and (_is_snapshot(targets or []) or _are_traces(targets or [])):
+        raise ConfigError("--config and --model explain logs only", help="leave them out")
     if _is_snapshot(targets or []):
         return _memory((targets or [])[0], plan, run, html, force, format)
     if html is not None:
@@ -62,6 +75,11 @@ def command(
             "--plan and --run are compared with recordings only", help="give one, or leave them out"
         )
     diagnosis = _diagnose(targets or [])
+    if explained:
+        from fsdptool.runs.allocations import explain_allocation
+
+        found = explain_allocation(diagnosis, config, model, trusted=trust_remote_code)
+        diagnosis = replace(diagnosis, allocation=found)
     if format is Format.JSON:
         print_document(envelope("diagnose", diagnosis.target, diagnosis))
     else:

@@ -106,6 +106,67 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedMemory:
+    """What PyTorch tried to allocate.
+
+    Attributes:
+        bytes: The figure of the log.
+        within_bytes: By how much rounding may have changed it: half of its last decimal.
+    """
+
+    bytes: Count
+    within_bytes: Count
+
+
+class TensorWidth(StrEnum):
+    """What a row of an activation is as wide as: logits, hidden states, or the inside of a feed-forward."""
+
+    VOCABULARY = "vocabulary"
+    HIDDEN = "hidden"
+    INTERMEDIATE = "intermediate"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedTensor:
+    """A tensor with the size of a failed allocation.
+
+    Attributes:
+        width: What a row is as wide as.
+        elements: Elements of a row.
+        micro_batch: Sequences of one forward, two of each pair of texts; null without the run's file.
+        sequence_length: Tokens of a sequence on one rank; null without the run's file.
+        tokens: Rows; without the run's file the multiple of 1024 that the size is that of.
+        dtype: ``float32`` or ``bfloat16`` (as large as ``float16``).
+        bytes: Its exact size.
+    """
+
+    width: TensorWidth
+    elements: Positive
+    micro_batch: Positive | None
+    sequence_length: Positive | None
+    tokens: Positive
+    dtype: str
+    bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A failed allocation, compared with the tensors of a run.
+
+    Attributes:
+        requested: What the log says.
+        tensors: Tensors of that size; empty where none has it.
+        fused: Whether the run's file already fuses the head with the loss, or computes it in chunks.
+        switch: The setting with which its program does so, or null.
+    """
+
+    requested: RequestedMemory
+    tensors: tuple[AllocatedTensor, ...]
+    fused: bool
+    switch: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class RecognisedFailure:
     """A known failure in a log.
 
@@ -124,6 +185,7 @@ class RecognisedFailure:
         change: What to do.
         source: Where the message comes from.
         also: Further lines that say more of it, shortened.
+        requested: What PyTorch tried to allocate, where the first line says it.
     """
 
     code: str
@@ -140,6 +202,7 @@ class RecognisedFailure:
     change: str
     source: str
     also: tuple[str, ...] = ()
+    requested: RequestedMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +303,7 @@ class FailureDiagnosis:
         divergence: Where ranks report different collectives at one sequence number, or null.
         ended_well: Whether the last lines report that the run did all that was asked, and nothing failed.
         facts: What the logs say of themselves; null for a run folder.
+        allocation: What the failed allocation is, where the run's file or its model is given; else null.
     """
 
     target: str
@@ -254,3 +318,4 @@ class FailureDiagnosis:
     divergence: Divergence | None = None
     ended_well: bool = False
     facts: LogFacts | None = None
+    allocation: Allocation | None = None

@@ -21,6 +21,7 @@ from fsdptool.records.diagnosis import (
     FailureDiagnosis,
     FailurePhase,
     RecognisedFailure,
+    RequestedMemory,
     Signature,
 )
 from fsdptool.rules import signatures
@@ -336,6 +337,7 @@ def _shown(item: _Compiled, log: LogText, lines: Sequence[int], ranks: Iterable[
         change=signature.change,
         source=signature.source,
         also=tuple(texts[1:]),
+        requested=_requested(log.lines[at]),
     )
 
 
@@ -388,6 +390,20 @@ def _bytes(match: re.Match[str] | None) -> float | None:
         if match and match.lastindex
         else None
     )
+
+
+_MOST_BYTES = 2**62
+"""No device has more: a larger figure is not one that PyTorch printed."""
+
+
+def _requested(line: str) -> RequestedMemory | None:
+    """Return what a line says that PyTorch tried to allocate."""
+    match = _WANTED.search(line)
+    wanted = _bytes(match)
+    if match is None or wanted is None or wanted > _MOST_BYTES:
+        return None
+    decimals, factor = min(len(match[1].partition(".")[2]), 9), _FACTORS[match[2]]
+    return RequestedMemory(round(wanted), int(factor * 0.5 / 10**decimals))
 
 
 def _is_fragmented(line: str) -> bool:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from fsdptool.formatting import amount, elapsed, printable
-from fsdptool.records.diagnosis import Divergence, FailureDiagnosis, LogFacts, RecognisedFailure
+from fsdptool.records.diagnosis import (
+    AllocatedTensor,
+    Allocation,
+    Divergence,
+    FailureDiagnosis,
+    LogFacts,
+    RecognisedFailure,
+    TensorWidth,
+)
 from fsdptool.records.queue import QueueEntry, QueueReport
 from fsdptool.records.run import PhaseMemory, RankProgress, RunList, RunView
 from fsdptool.report.console.tables import print_line, print_rows, print_table
@@ -315,7 +323,7 @@ def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
         print_line(run_lines(diagnosis.run)[0], style="bold")
     causes = [item for item in diagnosis.failures if not item.consequence]
     for item in causes:
-        _print_cause(item, diagnosis.divergence)
+        _print_cause(item, diagnosis.divergence, diagnosis.allocation)
     if diagnosis.memory is not None:
         for line in memory_text(diagnosis.memory).splitlines():
             print_line(line)
@@ -341,7 +349,9 @@ def print_diagnosis(diagnosis: FailureDiagnosis) -> None:
         print_line(f"note: read {read} of {total}, the beginning and the end of each log")
 
 
-def _print_cause(item: RecognisedFailure, divergence: Divergence | None) -> None:
+def _print_cause(
+    item: RecognisedFailure, divergence: Divergence | None, allocation: Allocation | None
+) -> None:
     print_line(f"{item.title}{failure_place(item)} [{item.code}]", style="bold red")
     print_line(f"  seen:    {item.file}:{item.line}: {item.text}")
     for text in item.also:
@@ -350,8 +360,50 @@ def _print_cause(item: RecognisedFailure, divergence: Divergence | None) -> None
         for line in divergence_lines(divergence):
             print_line(f"  ranks:   {line}")
     print_line(f"  cause:   {item.why}")
+    if item.requested is not None and allocation is not None:
+        for line in allocation_lines(allocation):
+            print_line(f"  request: {line}")
+        if (change := allocation_change(allocation)) is not None:
+            print_line(f"  change:  {change}")
     print_line(f"  change:  {item.change}")
     print_line(f"  more:    fsdptool rule {item.code}; source: {item.source}")
+
+
+_WIDTHS = {
+    TensorWidth.VOCABULARY: ("words", "the logits"),
+    TensorWidth.HIDDEN: ("channels", "the hidden states"),
+    TensorWidth.INTERMEDIATE: ("channels", "the inside of a feed-forward layer"),
+}
+
+
+def allocation_lines(allocation: Allocation) -> list[str]:
+    """Return which tensors are as large as a failed allocation."""
+    asked = amount(allocation.requested.bytes)
+    if not allocation.tensors:
+        return [f"{asked} is not recognised as logits, hidden states or the inside of a feed-forward layer"]
+    return [f"{asked} is {_product(tensor)}" for tensor in allocation.tensors]
+
+
+def allocation_change(allocation: Allocation) -> str | None:
+    """Return what makes the tensors smaller that are as large as a failed allocation; None without any."""
+    if not allocation.tensors:
+        return None
+    smaller = "take a smaller micro-batch or shorter sequences"
+    if all(tensor.width is not TensorWidth.VOCABULARY for tensor in allocation.tensors):
+        return f"recompute activations (gradient checkpointing), or {smaller}"
+    if allocation.fused:
+        return f"{smaller}: the file already avoids whole logits in its loss"
+    how = f" ({allocation.switch})" if allocation.switch else ""
+    return f"fuse the loss with the head{how} or compute it in chunks: whole logits never exist; or {smaller}"
+
+
+def _product(tensor: AllocatedTensor) -> str:
+    what, name = _WIDTHS[tensor.width]
+    rows = f"{tensor.tokens:,} tokens"
+    if tensor.micro_batch is not None and tensor.sequence_length is not None:
+        rows = f"{tensor.micro_batch} × {tensor.sequence_length:,} tokens"
+    dtype = "fp32" if tensor.dtype == "float32" else "16 bits"
+    return f"{rows} × {tensor.elements:,} {what} in {dtype}: {name}"
 
 
 def _nothing(diagnosis: FailureDiagnosis) -> str:
