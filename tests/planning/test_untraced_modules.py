@@ -96,3 +96,15 @@ def test_a_module_without_inputs_has_states_and_an_unknown_verdict(
     assert status == 5
     assert len(states(bare)) == 2
     assert states(bare) == states(planned(capsys, "whole", "--format", "json")[1])
+
+
+def test_a_module_without_inputs_is_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "{reference: 'untraced_bare:Net', trust_remote_code: true}"
+    Path("recipe.yaml").write_text(f"model: {model}\nbatch: {{micro_batch: 2}}\nsteps: 2\n")
+    Path("fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: Block}\n"
+    )
+    assert run(["train", "recipe.yaml", "--config", "fsdp.yaml", "--allow-import"]) == 2
+    assert "the inputs of untraced_bare:Net are not known" in capsys.readouterr().err
+    assert not Path("runs").exists()
