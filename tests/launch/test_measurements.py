@@ -18,7 +18,7 @@ def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(["doctor", "--gpu", "-o", str(tmp_path / "measured.json")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "error: doctor --gpu measures GPUs but this machine has none",
+        "error: GPUs are measured but this machine has none",
         "help: run it on a machine with GPUs, or rehearse it with --cpu",
     ]
     assert run(["doctor", "--cpu"]) == 2

@@ -26,7 +26,7 @@ DECODERS = {
 }
 LEAKING = {
     *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "MambaForCausalLM"),
-    *("Mamba2ForCausalLM", "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"),
+    *("Mamba2ForCausalLM", "MptForCausalLM", "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"),
 }
 
 

@@ -78,7 +78,7 @@ def test_a_plan_whose_request_fits_never_says_that_it_does_not(plan: Plan) -> No
 
 def changed(plan: Plan, **candidate: Any) -> Plan:
     """The plan with other values in its chosen candidate, as if that were the requested one."""
-    chosen = dataclasses.replace(chosen_candidate(plan), **candidate)
+    chosen = dataclasses.replace(chosen_candidate(plan), **{"fit_share": None, **candidate})
     details = dataclasses.replace(plan.details, asked=(chosen.id,))
     return dataclasses.replace(plan, candidates=(chosen,), details=details)
 

@@ -43,7 +43,7 @@ def test_a_run_out_of_memory_says_what_was_alive_and_what_to_change(site: Site, 
     )
     assert ended.returncode == 4, ended.stderr
     page = site.get("/run", run="models/run")
-    assert "How it ended" in page
+    assert "<h2>Cause</h2>" in page
     assert "out of memory" in page
     assert "What was allocated" in page
     assert "Change:" in page
