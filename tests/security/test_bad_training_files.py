@@ -58,7 +58,7 @@ REFUSED = {
     "deep.yaml": (AXOLOTL + "d: " + "[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
     "broken.toml": (TITAN, "not TOML: "),
     "unknown.yaml": ("model: org/x\nmy_batch: 4\n", "a training file of a program that is known here"),
-    "run.sh": (SCRIPT, "run.sh names no model"),
+    "run.sh": (SCRIPT, "names no model"),
 }
 """Files that cannot be planned, and what is said of them."""
 
