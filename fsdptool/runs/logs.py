@@ -7,7 +7,7 @@ them is executed or followed. The work grows with the length of the text, whatev
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -446,8 +446,14 @@ _LEAD, _TRAIL = 3, 12
 """Lines before a traceback and after its last one that say more of the same exception."""
 
 
-def belongs_to(log: LogText, index: int, others: Iterable[int]) -> bool:
-    """Say whether one of other lines is a part of the traceback that a line ends, or right beside it."""
+def belongs_to(log: LogText, index: int, others: Sequence[int]) -> bool:
+    """Say whether one of other lines is a part of the traceback that a line ends, or right beside it.
+
+    Args:
+        log: The log.
+        index: Of the line that ends a traceback.
+        others: Indices of the other lines, in order.
+    """
     begin = index
     while begin > max(index - _TRACEBACK_LINES, 0) and _TRACEBACK not in log.lines[begin]:
         begin -= 1
@@ -456,7 +462,8 @@ def belongs_to(log: LogText, index: int, others: Iterable[int]) -> bool:
     end = index + 1
     while end < min(index + _TRAIL, len(log.lines)) and _TRACEBACK not in log.lines[end]:
         end += 1
-    return any(begin - _LEAD <= other < end for other in others)
+    first = bisect_left(others, begin - _LEAD)
+    return first < len(others) and others[first] < end
 
 
 def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:

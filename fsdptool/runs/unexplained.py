@@ -55,7 +55,7 @@ def _chains(
     wrapper: Raised | None = None
     chains: dict[str, list[Raised]] = {}
     raised = exceptions(log)
-    ends = {item.index for item in raised}
+    beyond = sorted(known - {item.index for item in raised})
     for item in [item for item in raised if item.index > start] or raised:
         if "ChildFailedError" in item.text:
             continue
@@ -66,7 +66,7 @@ def _chains(
                 wrapper = item
             elif beside:
                 chains[item.writer] = []
-        elif beside and belongs_to(log, item.index, known - ends):
+        elif beside and belongs_to(log, item.index, beyond):
             chains[item.writer] = []
         elif not (follows or item.logged or recovered(log, item.index, survived=True)):
             chain = chains.get(item.writer) if item.chained else None
