@@ -98,7 +98,6 @@ def prepare(
     from fsdptool.config import read_settings
     from fsdptool.config.recipe import read_recipe
     from fsdptool.inspection import inspect
-    from fsdptool.inspection.micro_batch import batch_spec
     from fsdptool.modeling.context_parallel import check_context
     from fsdptool.modeling.methods import method_of
     from fsdptool.modeling.objective import objective_for
@@ -138,8 +137,6 @@ def prepare(
         method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
     _check_sources(recipe, spec, opened=with_data and not made_up, checked=with_data or dry_run)
-    # A plan may know the states alone; a run needs its inputs.
-    batch_spec(spec, recipe)
     prediction, notes = _predict(spec, anatomy, run, device) if with_prediction else (None, ())
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
@@ -232,7 +229,7 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
 
 
 def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bool) -> None:
-    """Check that the data of a run can be read.
+    """Check that the inputs of the model are known, and that the data of a run can be read.
 
     Args:
         recipe: The recipe.
@@ -240,8 +237,10 @@ def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bo
         opened: Open it and read its first rows.
         checked: If it is not opened, check its libraries and its place.
     """
+    from fsdptool.inspection.micro_batch import batch_spec
     from fsdptool.training.data.sources import check_place
 
+    batch_spec(spec, recipe)  # a plan may know the states alone; a run needs its inputs
     if checked:
         _check_libraries(recipe)
     if opened:
