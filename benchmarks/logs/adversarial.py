@@ -39,6 +39,7 @@ CASES: dict[str, Callable[[], str]] = {
     "words of all signatures": _words,
     "texts that lack a letter": _broken,
     "every signature": lambda: _rank() + _SOURCE.choice(_TEXTS),
+    "thirty signatures in each line": lambda: _rank() + " ".join(_SOURCE.choices(_TEXTS, k=30)),
     "exceptions": lambda: f"{_rank()}{'a.' * 8}Some{_SOURCE.randrange(10**6)}Error: {'x' * 40}",
     "tracebacks without an end": lambda: f"{_rank()}Traceback (most recent call last):",
     "prefixes": lambda: "[a] " * 20 + "2026-06-12T10:02:33Z worker-1 stderr F ERROR: " * 3,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -91,8 +91,19 @@ _PROGRESS = re.compile(
     r"['\"]loss['\"]: |\bloss[:=] ?\d|\bstep[: =/]{1,2}\d|(?:it/s|s/it)[\],]"
     r"|\b[Ee]poch[: =]{0,2}\d|\biteration +\d"
 )
-_PROGRESS_WORDS = ("loss", "step", "it/s", "s/it", "poch", "iteration")
-"""What every line with progress contains one of."""
+
+
+def _may_be_progress(text: str) -> bool:
+    """Say whether a text contains a word that every line with progress contains. It is asked of each line."""
+    return (
+        "loss" in text
+        or "step" in text
+        or "it/s" in text
+        or "s/it" in text
+        or "poch" in text
+        or "iteration" in text
+    )
+
 
 _ENDED = re.compile(
     r"\btrain_runtime\b|[Tt]raining (?:is |has )?(?:been )?(?:completed?|finished|done|ended)\b"
@@ -143,17 +154,23 @@ class LogText:
     def last_progress(self) -> tuple[int, int]:
         """The indices of the last line with progress, and of the last one that two of its writer follow."""
         last, steps = -1, dict[str, int]()
-        if not any(word in self.text for word in _PROGRESS_WORDS):
+        if not _may_be_progress(self.text):
             return -1, -1
         for index in range(len(self.lines) - 1, -1, -1):
             line = self.lines[index]
-            if any(word in line for word in _PROGRESS_WORDS) and _PROGRESS.search(line, 0, _PREFIX_LENGTH):
+            if _may_be_progress(line) and _PROGRESS.search(line, 0, _PREFIX_LENGTH):
                 last = max(last, index)
                 writer = _writer(split_prefix(line)[0])
                 steps[writer] = steps.get(writer, 0) + 1
                 if steps[writer] == _SURVIVED:
                     return last, index
         return last, -1
+
+    @cached_property
+    def last_end(self) -> int:
+        """The index of the last line that reports the end of all work, among the last lines; -1 without."""
+        last = range(len(self.lines) - 1, max(len(self.lines) - _LAST_LINES, 0) - 1, -1)
+        return next((index for index in last if _ENDED.search(self.lines[index])), -1)
 
     def number(self, index: int) -> int:
         """Return the number of a line in the text that was read, from 1."""
@@ -162,13 +179,14 @@ class LogText:
 
     def rank_at(self, index: int) -> int | None:
         """Return the rank that wrote a line, as far as it or the log says."""
-        if self.rank is None and index not in self._ranks:
-            self._ranks[index] = rank_of(self.lines[index])
-        return self._ranks[index] if self.rank is None else self.rank
+        return rank_of(self.lines[index]) if self.rank is None else self.rank
 
-    @cached_property
-    def _ranks(self) -> dict[int, int | None]:
-        return {}
+    def ranks_at(self, indices: Iterable[int]) -> set[int]:
+        """Return the ranks that wrote some lines, as far as they or the log say."""
+        if self.rank is not None:
+            return {self.rank}
+        lines = self.lines
+        return {rank for index in indices if (rank := rank_of(lines[index])) is not None}
 
 
 def read_log(path: Path, *, name: str | None = None, rank: int | None = None) -> LogText:
@@ -210,6 +228,9 @@ _BETWEEN_WORDS = bytes(
 _KEY_WORDS, _KEY_LENGTH = 3, 3
 """How many words find a text, and the length below which one is not used beside others."""
 
+_SHORT = 16
+"""Characters of a line whose words are remembered."""
+
 
 class TextIndex:
     """Finds the lines that contain known texts, in one pass over the words of a log.
@@ -220,43 +241,52 @@ class TextIndex:
     Args:
         lines: The log.
         texts: All texts that will be asked for.
-
-    Attributes:
-        compared: How many lines were searched for a text so far.
     """
 
     def __init__(self, lines: Sequence[str], texts: Iterable[str]) -> None:
-        self.compared = 0
         self._lines = lines
         self._words = {text: key_words(text) for text in texts}
         wanted = frozenset(word for words in self._words.values() for word in words)
         self._places: dict[bytes, list[int]] = defaultdict(list)
+        self._sets: dict[bytes, set[int]] = {}
         self._text = "\n".join(lines)
         data = self._text.encode("utf-8", "replace").translate(_BETWEEN_WORDS)
         shortest = min(map(len, wanted), default=0)
+        short: dict[bytes, Set[bytes]] = {}
         for index, line in enumerate(data.split(b"\n")):
             if len(line) >= shortest:
-                for word in wanted.intersection(line.split()):
+                # The text may be millions of short lines, most of which were seen before.
+                if (words := short.get(line)) is None:
+                    words = wanted.intersection(line.split())
+                    if len(line) <= _SHORT:
+                        short[line] = words
+                for word in words:
                     self._places[word].append(index)
 
     @cached_property
     def _starts(self) -> list[int]:
         return list(accumulate((len(line) + 1 for line in self._lines), initial=0))
 
-    def lines_with(self, text: str, most: int) -> Iterator[int]:
-        """Yield the indices of the lines that contain a text, in order, ``most`` at most."""
+    def lines_with(self, text: str, most: int) -> list[int]:
+        """Return the indices of the lines that contain a text, in order, ``most`` at most."""
         words = self._words[text]
-        for index in self._with_words(words) if words else self._containing(text):
-            self.compared += 1
-            if text in self._lines[index]:
-                yield index
-                most -= 1
-                if not most:
-                    return
+        if not words:
+            return list(islice(self._containing(text), most))
+        lines = self._lines
+        return list(islice((index for index in self._with_words(words) if text in lines[index]), most))
 
-    def _with_words(self, words: Sequence[bytes]) -> list[int]:
-        places = sorted((self._places.get(word, []) for word in words), key=len)
-        return sorted(set(places[0]).intersection(*places[1:])) if len(places) > 1 else places[0]
+    def _with_words(self, words: Sequence[bytes]) -> Sequence[int]:
+        if any(word not in self._places for word in words):
+            return ()
+        if len(words) == 1:
+            return self._places[words[0]]
+        return sorted(set.intersection(*sorted(map(self._set, words), key=len)))
+
+    def _set(self, word: bytes) -> set[int]:
+        """Return the lines with a word as a set: the cost of intersecting sets is that of the smallest."""
+        if word not in self._sets:
+            self._sets[word] = set(self._places[word])
+        return self._sets[word]
 
     def _containing(self, text: str) -> Iterator[int]:
         """Yield the indices of the lines with a text that has no whole word."""
@@ -283,6 +313,8 @@ def key_words(text: str) -> tuple[bytes, ...]:
 
 def rank_of(line: str) -> int | None:
     """Return the rank that a line names as its own."""
+    if line.startswith("[rank") and (digits := line[5 : line.find("]", 5, 5 + _RANK_DIGITS + 1)]).isdecimal():
+        return int(digits)
     if "ank" not in line and "RANK" not in line and "default" not in line:
         return None
     match = _RANK.search(line, 0, _PREFIX_LENGTH) or _LOCAL_RANK.search(line, 0, _PREFIX_LENGTH)
@@ -297,9 +329,7 @@ def rank_in(match: re.Match[str]) -> int | None:
 
 def ranks_named(log: LogText) -> set[int]:
     """Return all ranks that wrote a line of a log."""
-    if log.rank is not None:
-        return {log.rank}
-    return {rank for index in range(len(log.lines)) if (rank := log.rank_at(index)) is not None}
+    return log.ranks_at(range(len(log.lines)))
 
 
 def split_prefix(line: str) -> tuple[str, str]:
@@ -369,15 +399,14 @@ def exceptions(log: LogText) -> list[Raised]:
     for header in _ends(headers):
         if (end := _end_of_traceback(log.lines, header)) is not None:
             found.setdefault(end[0], end[1:])
-    joined, last = set(), -1
-    for index in sorted(found):
-        while joints and joints[0] < index:
-            if joints.pop(0) > last >= 0:
-                joined.add(index)
-        last = index
+    order = sorted(found)
+    joined = {
+        index for last, index in pairwise(order) if bisect_left(joints, index) > bisect_right(joints, last)
+    }
     return [
         Raised(index, text, writer, index in joined, logged)
-        for index, (text, writer, logged) in sorted(found.items())
+        for index in order
+        for text, writer, logged in (found[index],)
     ]
 
 
@@ -476,15 +505,13 @@ def recovered(log: LogText, index: int, *, survived: bool = False) -> bool:
         index: Of the line that reports something.
         survived: Whether several lines of progress prove it, too.
     """
-    writer = _writer(split_prefix(log.lines[index])[0])
-    said = any(
-        _RECOVERED.search(line)
+    if index >= log.last_progress[0] or (survived and index < log.last_progress[1]):
+        return index < log.last_progress[0]
+    writers = (_writer(split_prefix(log.lines[index])[0]), "")
+    return any(
+        _RECOVERED.search(line) and _writer(split_prefix(line)[0]) in writers
         for line in log.lines[index : index + 6]
-        if _writer(split_prefix(line)[0]) in (writer, "")
     )
-    if not said and not survived:
-        return False
-    return index < log.last_progress[0 if said else 1]
 
 
 _LAST_LINES = 80
@@ -497,8 +524,7 @@ def ended_well(log: LogText, since: int = 0) -> bool:
         log: The log.
         since: The index of a line after which it has to be reported.
     """
-    last = log.lines[max(since, len(log.lines) - _LAST_LINES) :]
-    return any(_ENDED.search(line) for line in last)
+    return log.last_end >= since
 
 
 _VERSIONS = re.compile(

@@ -47,6 +47,9 @@ _CONTEXTS = 40
 _WINDOW = 700
 """Characters before and after a text in which a pattern is looked for."""
 
+_SEARCHED = 100_000
+"""Characters that are searched for the pattern of one signature."""
+
 _PLACEHOLDER = re.compile(r"\.\.\.|\{[^}]*\}|'[^' ]*'")
 """What differs between messages of one bug, as advisories write it."""
 
@@ -180,7 +183,7 @@ def diagnose_logs(
     explained = {code for code in depths if depths.keys() & {*_signature(code).signature.explained_by}}
     least = min((depth for code, depth in depths.items() if code not in explained), default=0)
     # Summaries, timeouts and lost connections are reported of any failure: the exception itself says more.
-    known = [{at for each in seen if each.log is log for at in each.lines} for log in logs]
+    known = [set[int]().union(*(each.lines for each in seen if each.log is log)) for log in logs]
     raised = unexplained(indexed, known, beside=not least and bool(merged))
     exception = raised if least or not merged else None
     well = exception is None and not {0, 1, 3} & {*depths.values()} and any(map(ended_well, logs))
@@ -268,31 +271,26 @@ def _matches(log: LogText, index: TextIndex) -> Iterator[_Seen]:
         if lines:
             places[item.signature.code] = lines
     _whose_memory(log, places)
-    replaced = {
-        (code, at)
-        for item in _table()
-        if item.signature.code in places
-        for code in item.signature.over
-        for at in places[item.signature.code]
-    }
+    replaced: dict[str, set[int]] = defaultdict(set)
+    for item in _table():
+        for code in item.signature.over:
+            replaced[code].update(places.get(item.signature.code, ()))
     for item in _table():
         code = item.signature.code
-        if lines := [at for at in places.get(code, ()) if (code, at) not in replaced]:
+        lines = places.get(code, [])
+        if hidden := replaced.get(code):
+            lines = [at for at in lines if at not in hidden]
+        if lines:
             yield _Seen(item, log, tuple(lines))
 
 
 def _lines_of(log: LogText, index: TextIndex, item: _Compiled) -> list[int]:
     """Return the indices of the lines that a signature matches, in order."""
-    candidates: dict[int, str] = {}
-    for text in item.signature.texts:
-        for at in index.lines_with(text, COUNTED):
-            line = log.lines[at]
-            if item.pattern is None or at not in candidates:
-                begin = max(line.find(text) - _WINDOW, 0)
-                candidates[at] = (
-                    line[begin : begin + 2 * _WINDOW + len(text)] if len(line) > 2 * _WINDOW else line
-                )
-    lines = [at for at in sorted(candidates) if item.pattern is None or item.pattern.search(candidates[at])]
+    found = {at: text for text in reversed(item.signature.texts) for at in index.lines_with(text, COUNTED)}
+    lines = sorted(found)
+    if item.pattern is not None:
+        windows = _windows(log, lines, found)
+        lines = [at for at, window in windows if item.pattern.search(window)]
     if item.signature.code == "RUN002":
         lines = [at for at in lines if _is_fragmented(log.lines[at])]
     if item.context is not None:
@@ -302,11 +300,24 @@ def _lines_of(log: LogText, index: TextIndex, item: _Compiled) -> list[int]:
     return lines
 
 
+def _windows(log: LogText, lines: Sequence[int], texts: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Yield lines, or of long ones what is around their texts, until enough was searched."""
+    left = _SEARCHED
+    for at in lines:
+        line = log.lines[at]
+        if len(line) > 2 * _WINDOW:
+            begin = max(line.find(texts[at]) - _WINDOW, 0)
+            line = line[begin : begin + 2 * _WINDOW + len(texts[at])]
+        yield at, line
+        left -= len(line)
+        if left < 0:
+            return
+
+
 def _recognised(seen: _Seen) -> RecognisedFailure:
     """Return a failure as its lines show it."""
     signature, log = seen.item.signature, seen.log
-    ranks = {rank for at in seen.lines if (rank := log.rank_at(at)) is not None}
-    failure = _shown(seen.item, log, seen.lines, ranks)
+    failure = _shown(seen.item, log, seen.lines, log.ranks_at(seen.lines))
     phase = _phase_of(log, seen.lines[0]) if signature.code in _MEMORY else None
     if phase is None and signature.by_phase:
         phase = _activity(log, seen.lines[0])
@@ -319,9 +330,11 @@ def _shown(item: _Compiled, log: LogText, lines: Sequence[int], ranks: Iterable[
     shapes = {_shape(texts[0])}
     for index in (*_nearby(item, log, lines), *lines[1:_CONTEXTS]):
         text = _excerpt(signature, log.lines[index])
-        if _shape(text) not in shapes and len(texts) <= _ALSO:
+        if (shape := _shape(text)) not in shapes:
             texts.append(text)
-            shapes.add(_shape(text))
+            shapes.add(shape)
+        if len(texts) > _ALSO:
+            break
     return RecognisedFailure(
         code=signature.code,
         title=signature.title,
