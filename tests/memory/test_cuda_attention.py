@@ -12,10 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
-from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.kernels import fuse_attention, kernels_of
 from fsdptool.memory.tracing.operators import copied_bytes
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling import half_groups_only
@@ -146,6 +148,17 @@ def test_fused_attention_takes_what_sdpa_takes_without_a_mask(tmp_path: Path) ->
     t5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "num_layers": 1}
     with pytest.raises(ConfigError, match="transformers has no flash_attention_2 for T5ForConditionalG"):
         traced(tmp_path, t5, "flash_attention_2", 32)
+
+
+def test_an_image_encoder_attends_through_the_kernel() -> None:
+    """Its layers name the mask that they do not have."""
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    encoder = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**sizes))
+    grid = torch.tensor([[1, 4, 4]])
+    patches = torch.randn(16, 3 * 2 * 14 * 14)
+    plain = encoder(patches, grid_thw=grid).last_hidden_state
+    assert fuse_attention(encoder, "flash_attention_2")
+    assert torch.equal(encoder(patches, grid_thw=grid).last_hidden_state, plain)
 
 
 def test_values_of_another_width_are_for_the_memory_efficient_kernel() -> None:

@@ -122,7 +122,7 @@ def _without_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _mask: Any,
+    attention_mask: Any = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -142,6 +142,7 @@ def _without_scores(
         query: [B, heads, S, D].
         key, value: [B, key heads, S, D]; narrower values are padded for a flash kernel, as transformers does
             (5.23, ``modeling_deepseek_v3.py``).
+        attention_mask: Not used; layers of image encoders pass it by this name.
         dropout, scaling, is_causal: As in torch's attention.
         s_aux: The sinks, [heads].
         position_bias: [B or 1, heads, S, S].
@@ -151,6 +152,7 @@ def _without_scores(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    del attention_mask
     size = value.shape[-1]
     if not flex and size < key.shape[-1]:
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - size))
