@@ -15,7 +15,7 @@ import pickle
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -376,22 +376,25 @@ def _refusal(code: int, machine: _Machine) -> str:
     return f"it is refused: it imports {printable(name[:200])}, and only plain containers are read"
 
 
+_KINDS = frozenset((dict, list, tuple))
+
+
 def _measure(value: Any) -> None:
     """Refuse what refers to itself, is too deep, or means more values than can be walked over."""
     sizes: dict[int, int] = {}
     open_: set[int] = set()
     parents: list[tuple[Any, Iterator[Any], int]] = []
-    kinds = (dict, list, tuple)
-    if type(value) not in kinds:
+    if type(value) not in _KINDS:
         return
     current, left, count = value, _parts(value), len(value)
     open_.add(id(value))
     while True:
         for part in left:
-            if type(part) not in kinds:
+            if type(part) not in _KINDS:
                 continue
-            size = sizes.get(id(part))
+            size = sizes.get(id(part)) or _known_size(part, sizes)
             if size is not None:
+                sizes[id(part)] = size
                 count += size
                 continue
             if id(part) in open_:
@@ -411,6 +414,17 @@ def _measure(value: Any) -> None:
                 return
             current, left, outer = parents.pop()
             count += outer
+
+
+def _known_size(value: Any, sizes: Mapping[int, int]) -> int | None:
+    """Return how many values a container stands for that holds plain values, or only known containers."""
+    parts = value.values() if type(value) is dict else value
+    kinds = set(map(type, parts))
+    if kinds.isdisjoint(_KINDS):
+        return len(value)
+    if kinds <= _KINDS and None not in (known := list(map(sizes.get, map(id, parts)))):
+        return len(value) + sum(known)  # type: ignore[arg-type]
+    return None
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -146,11 +146,10 @@ def snapshot_lines(snapshot: MemorySnapshot) -> Iterator[str]:
     if snapshot.other_devices:
         names = ", ".join(map(str, snapshot.other_devices))
         yield f"the snapshot also has GPU {names}, with less reserved memory"
-    if snapshot.ignored or snapshot.contradictions:
-        yield (
-            f"warning: {count(snapshot.ignored)} entries or blocks make no sense and were left out;"
-            f" {count(snapshot.contradictions)} contradict the others"
-        )
+    if snapshot.ignored:
+        yield f"warning: {count(snapshot.ignored)} entries or blocks make no sense and were left out"
+    if snapshot.contradictions:
+        yield f"warning: {count(snapshot.contradictions)} entries or blocks contradict the others"
     if snapshot.planned_peak_bytes is not None:
         more = snapshot.moment_bytes - snapshot.planned_peak_bytes
         side = "more" if more >= 0 else "less"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fsdptool.records.trace import Component
@@ -46,6 +47,9 @@ _CALL = next(rank for rank, (file, name, _) in enumerate(_MARKS) if file == _MOD
 _OWN = re.compile(r"(^|/)torch/|^<frozen|/importlib/|\.(c|cc|cpp|cu|h|hpp|o)$")
 _CUT = 500
 
+_MOST = 20_000
+"""Stacks that are remembered."""
+
 Line = tuple[str, int, str]
 """File, line and function of a frame."""
 
@@ -57,16 +61,12 @@ class Stacks:
         # Frames stay alive with the snapshot, so that their identity names them.
         self._frames: dict[int, tuple[int, Line | None]] = {}
         self._known: dict[tuple[str, str, int], tuple[int, Line | None]] = {}
+        # Torch makes one dict for each frame that differs, so that equal stacks are of the same dicts.
+        self._summaries: dict[tuple[int, ...], tuple[int, tuple[Line | None, ...]]] = {}
 
     def rank(self, frames: Any) -> int:
         """Return the number of the strongest mark; that of none where no frame says anything."""
-        strongest = _NONE
-        known = self._frames
-        for frame in frames if type(frames) is list else ():
-            found = known.get(id(frame)) or self._read(frame)
-            if found[0] < strongest:
-                strongest = found[0]
-        return strongest
+        return self._summary(frames)[0] if type(frames) is list else _NONE
 
     def component(self, frames: Any, freed: Any, *, python_only: bool) -> str:
         """Return the component of a block.
@@ -108,14 +108,28 @@ class Stacks:
         """
         if type(frames) is not list:
             return ()
-        found: list[Line | None] = []
+        return self._summary(frames)[1]
+
+    def _summary(self, frames: Sequence[Any]) -> tuple[int, tuple[Line | None, ...]]:
+        """Return the strongest mark and the forward lines of a stack."""
+        key = tuple(map(id, frames))
+        if (found := self._summaries.get(key)) is None:
+            if len(self._summaries) >= _MOST:
+                self._summaries.clear()
+            found = self._summaries[key] = self._summarise(frames)
+        return found
+
+    def _summarise(self, frames: Sequence[Any]) -> tuple[int, tuple[Line | None, ...]]:
+        strongest = _NONE
+        lines: list[Line | None] = []
         called = False
         for frame in reversed(frames):
             rank, line = self._frames.get(id(frame)) or self._read(frame)
+            strongest = min(strongest, rank)
             if called and line is not None:
-                found.append(line)
+                lines.append(line)
             called = called or rank == _CALL
-        return (*found, None) if called else ()
+        return strongest, (*lines, None) if called else ()
 
     def _read(self, frame: Any) -> tuple[int, Line | None]:
         if type(frame) is not dict:
