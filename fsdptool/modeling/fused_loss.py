@@ -81,6 +81,9 @@ def fuse_head(model: nn.Module, compute: HeadLoss | None = None) -> None:
 
 
 def _decision(trained: TrainedModel, run: ResolvedRun, wanted: bool | None) -> FusedLoss:
+    if run.loop.head_loss is not None:
+        against = _against(trained, run)
+        return FusedLoss(against is None, against or FusedLossReason.OTHER_PROGRAM)
     if wanted is False:
         return FusedLoss(False, FusedLossReason.DECLINED)
     if wanted is None and (run.loop.tiles is not None or run.loop.head_chunks):

@@ -60,6 +60,8 @@ _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
     "classification": "classification", "reward": "classification",
 }  # fmt: skip
+_LOSSES = {"none": "whole"}
+"""The loss that is planned for what a description calls otherwise."""
 LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
 _OTHER_ENGINE = ("verl", "ms-swift")
@@ -226,7 +228,7 @@ def file_run(
         recipe = replace(recipe, objective=Objective(), method=_without_reference(recipe.method))
     options: dict[str, Any] = {}
     if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
-        options["loss"] = "whole" if run.fused_loss == "none" else "chunked"
+        options["loss"] = _LOSSES.get(run.fused_loss, run.fused_loss)
     if (run.mesh.pp or 1) > 1:
         options["pp"] = run.mesh.pp
     if run.activation_offloading:

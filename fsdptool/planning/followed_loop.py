@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from fsdptool.files.tree import Node
 from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.planning.options import Options, declared
 from fsdptool.records.anatomy import ModelSpec
+from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.plan import NotPlanned, PlanInputs, TrainingLoop, UnreadKeys
 from fsdptool.records.sharding import Loading
 
@@ -99,6 +100,7 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
         whole_logits=loss is None and does is not None and does.loss == "whole",
         tiles=chunked.tiles if chunked is not None else None,
         head_chunks=chunked.head_chunks if chunked is not None else 0,
+        head_loss=cast("NamedLoss", loss) if loss in get_args(NamedLoss) else None,
         marks_last=does is None or does.marks_last,
         not_planned=_open(does, loss, mixed) if does is not None else (),
     )

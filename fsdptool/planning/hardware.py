@@ -190,13 +190,14 @@ def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
     """Return the figures for a GPU: the named table's first, then the shipped ones.
 
     The most specific match wins: catalogue name, then link kind, then ``*``. The rates of compute in a
-    shipped row are those of the GPU's generation (``data/architectures.json``); a row of a named table that
-    does not give the generation's rates takes them, too.
+    shipped row are those of the GPU's generation (``data/architectures.json``). A row of a named table takes
+    from there what it does not say itself.
 
     Raises:
         PlanError: ``table`` cannot be used, or its kernels were timed on another device.
     """
-    own = read_table(table) if table is not None else ()
+    said = _said(table) if table is not None else ()
+    own = tuple(row for row, _ in said)
     keys = (gpu.name, gpu.link, "*") if gpu is not None else ("cpu", "*")
     probed = [row.match for row in own if row.kernels]
     if probed and not any(row.match.lower() in {key.lower() for key in keys} for row in own):
@@ -205,14 +206,20 @@ def machine_for(gpu: Gpu | None, *, table: Path | None = None) -> Machine:
             help="measure there, with `fsdptool calibrate --probe`, or leave --machine out",
         )
     for key in keys:
-        for row in own + _shipped_machines():
+        for row, fields in (*said, *((row, None) for row in _shipped_machines())):
             if row.match.lower() == key.lower():
-                return _with_rates(row, gpu, given=row in own)
+                return _with_rates(row, gpu, fields)
     raise PlanError("the machine table has no row that matches everything ('*')")  # pragma: no cover
 
 
-def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
-    """Return a row with the rates of the GPU's generation; what the user's table measured stays."""
+def _with_rates(row: Machine, gpu: Gpu | None, said: frozenset[str] | None) -> Machine:
+    """Return a row with the rates of the GPU's generation.
+
+    Args:
+        row: Of a table.
+        gpu: The GPU.
+        said: The fields that the user's table gives, which stay; None for a shipped row.
+    """
     if gpu is None or row.architecture:
         return row
     names = _tokens(gpu.name)
@@ -220,9 +227,8 @@ def _with_rates(row: Machine, gpu: Gpu | None, *, given: bool) -> Machine:
     fields = {**fields, **_product_rates(names, fields["source"])}
     changes = {key: value for key, value in fields.items() if key not in ("gpus", "links", "source")}
     changes["attention"] = tuple(AttentionRate(**rate) for rate in fields["attention"])
-    if given:
-        del changes["matmul_efficiency"], changes["memory_efficiency"]
-        return replace(row, **changes)
+    if said is not None:
+        return replace(row, **{key: value for key, value in changes.items() if key not in said})
     changes |= fields.get("links", {}).get(gpu.link, {})
     return replace(row, source=f"{row.source}; {fields['architecture']}: {fields['source']}", **changes)
 
@@ -257,11 +263,17 @@ def read_table(path: Path) -> tuple[Machine, ...]:
     Raises:
         ConfigError: The file is missing or malformed.
     """
+    return tuple(row for row, _ in _said(path))
+
+
+def _said(path: Path) -> tuple[tuple[Machine, frozenset[str]], ...]:
+    """Return the rows of a machine table, and the fields that each of them gives."""
     from fsdptool.files.values import read_object
 
     data = read_object(path, "machine")
     return tuple(
-        from_json(Machine, row, where=f"{path}: machines[{i}]") for i, row in enumerate(data["machines"])
+        (from_json(Machine, row, where=f"{path}: machines[{i}]"), frozenset(row))
+        for i, row in enumerate(data["machines"])
     )
 
 

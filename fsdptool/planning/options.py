@@ -13,15 +13,16 @@ from fsdptool.options import declared as declared_in
 from fsdptool.planning.option_values import hsdp_shape, one_of, reshard_value
 from fsdptool.records.annotations import bounds_text, permits
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
+from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.plan import Assumption, Preference
 from fsdptool.records.plan_details import PipelineSchedule
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option
 
-LOSSES = ("whole", "kept", "chunked", "model")
+LOSSES = ("whole", "kept", "chunked", "model", *get_args(NamedLoss))
 """``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time;
-``model`` what the model's own forward keeps, given ``labels``."""
+``model`` what the model's own forward keeps, given ``labels``; the others are losses of other programs."""
 
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from fsdptool.errors import PlanError
 from fsdptool.planning.options import OPTIMAL, Options, settings_of
 from fsdptool.records.checkpointing import read_policy
+from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.recipe import (
     MAX_LORA_RANK,
     Batch,
@@ -117,7 +118,7 @@ def _objective(options: Options, objective: Objective) -> Objective:
     loss = options.get("loss")
     if loss in ("whole", "kept", "model"):
         return replace(objective, options={**kept, "chunk": 0})
-    if loss == "chunked" and not objective.options.get("chunk"):
+    if loss in ("chunked", *get_args(NamedLoss)) and not objective.options.get("chunk"):
         return replace(objective, options=kept)
     return objective
 

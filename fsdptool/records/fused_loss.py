@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from fsdptool.records.annotations import Positive
 
@@ -52,6 +53,14 @@ IMPOSSIBLE = frozenset(
     {FusedLossReason.OBJECTIVE, FusedLossReason.UNKNOWN_HEAD, FusedLossReason.ADAPTED_HEAD}
 )
 """Reasons of the model and its method: a request is refused, not ignored."""
+
+
+NamedLoss = Literal["compiled", "liger", "cce", "torchtitan"]
+"""Losses of other programs that are planned by name (``memory/tracing/named_losses.py``).
+
+``compiled``: whole logits, and no fp32 copy. ``liger``: Liger's fused linear cross-entropy. ``cce``: cut
+cross-entropy. ``torchtitan``: its loss in eight chunks of each row, whose backward runs before the blocks'.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fsdptool.records.cluster import Cluster, DeviceProfile, Machine
 from fsdptool.records.compilation import Compilation
 from fsdptool.records.described_run import DescribedRun, Side
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.fused_loss import FusedLoss, LossTiles
+from fsdptool.records.fused_loss import FusedLoss, LossTiles, NamedLoss
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
@@ -333,6 +333,7 @@ class TrainingLoop:
         whole_logits: Whether its loss over tokens holds all logits, where nobody says otherwise.
         tiles: Tiles in which its head computes the loss over tokens; None: as fsdptool's loss does.
         head_chunks: Parts of each row whose logits its head makes one by one, and all keeps; 0: all at once.
+        head_loss: Whose loss its head computes, by name; None: as the other fields and the recipe say.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
         not_planned: What differs from run to run, or is not modelled.
     """
@@ -346,6 +347,7 @@ class TrainingLoop:
     whole_logits: bool = False
     tiles: LossTiles | None = None
     head_chunks: Count = 0
+    head_loss: NamedLoss | None = None
     marks_last: bool = True
     not_planned: tuple[NotPlanned, ...] = ()
 

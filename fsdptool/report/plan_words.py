@@ -296,7 +296,7 @@ def assumed_size(sample: SampleSize) -> str:
 NOT_PLANNED: Mapping[NotPlanned, str] = {
     "autocast": "fp32 copies of what autocast runs in fp32 (layer normalization, softmax)",
     "outputs": "logits that a script holds during backward with the model's outputs (--loss kept)",
-    "fused_loss": "fused losses such as Liger's, which hold less (--loss chunked)",
+    "fused_loss": "fused losses such as Liger's, which hold less (--loss liger, cce)",
     "whole_loss": "losses that hold whole logits (--loss whole)",
     "stored_dtype": "the dtype that the weights are loaded in (--dtype)",
     "embedding_backward": "the embedding, which is gathered in backward, too",

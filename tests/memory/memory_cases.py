@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fsdp_oracle import Observation, observe
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.objectives.packed_attention import under_masks
@@ -37,6 +38,18 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
+
+
+def allocation_peak(run: Callable[[], object]) -> int:
+    """Return the most bytes that are alive at once beyond those before, by allocator events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        run()
+    level = highest = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    return highest
 
 
 class Mixture(nn.Module):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from memory_cases import allocation_peak
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from fsdptool.config.dialects.trl import Trl
 from fsdptool.memory.tracing.tiled_loss import TiledLoss
@@ -18,18 +16,6 @@ trl_loss = pytest.importorskip("trl.kernels.chunked_logprob")
 utils = pytest.importorskip("trl.trainer.utils")
 
 ROWS, POSITIONS, WIDTH = 3, 41, 24
-
-
-def peak(run: Callable[[], object]) -> int:
-    """Return the most bytes that are alive at once beyond those before, by allocator events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        run()
-    level = highest = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
@@ -56,9 +42,9 @@ def test_it_holds_what_trl_holds(vocabulary: int, trained: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl_loss, "TOKEN_CHUNK_SIZE", tiles.tokens)
-        expected = peak(theirs)
+        expected = allocation_peak(theirs)
     hidden.grad = weight.grad = None
-    assert peak(ours) == pytest.approx(expected, rel=0.02)
+    assert allocation_peak(ours) == pytest.approx(expected, rel=0.02)
 
 
 def test_the_tiles_are_those_of_the_installed_version() -> None:

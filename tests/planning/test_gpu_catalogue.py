@@ -230,3 +230,21 @@ def test_machine_rows_go_from_special_to_general(tmp_path: Path) -> None:
     assert read_table(path)[0].context_bytes == 1
     assert machine_for(load_gpu("H200"), table=path).context_bytes == 1
     assert machine_for(load_gpu("A100"), table=path).context_bytes == own.context_bytes
+
+
+def test_what_a_table_says_wins_over_the_generation(tmp_path: Path) -> None:
+    """A host that launches more slowly, and blocks that compile better; the rest is the product's."""
+    shipped = machine_for(load_gpu("H200"))
+    path = tmp_path / "machine.json"
+    needed = {
+        "name": "own", "match": "*", "context_bytes": 1, "communicator_bytes": 1,
+        "further_communicator_bytes": 1, "matmul_efficiency": 0.5, "memory_efficiency": 0.5,
+        "link_efficiency": 0.5, "network_efficiency": 0.5, "link_latency": 1e-6, "network_latency": 1e-5,
+        "kernel_latency": 2e-5,
+    }  # fmt: skip
+    row = {**needed, "compiled_traffic": 0.25}
+    path.write_text(json.dumps({"version": 1, "machines": [row]}))
+    found = machine_for(load_gpu("H200"), table=path)
+    assert {name: getattr(found, name) for name in row} == row
+    assert found.attention == shipped.attention
+    assert found.overlap_slowdown == shipped.overlap_slowdown > 0

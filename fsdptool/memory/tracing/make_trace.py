@@ -20,6 +20,7 @@ from fsdptool.memory.tracing.early_cut import Cut, Described, Make, recomputed
 from fsdptool.memory.tracing.failed_module import explain_failure
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.kernels import fuse_attention
+from fsdptool.memory.tracing.named_losses import NAMED_LOSSES, titan_loss
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.memory.tracing.tiled_loss import TiledLoss, loss_of_chunks
 from fsdptool.modeling import build_model
@@ -275,7 +276,11 @@ def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module
     if not run.recipe.objective.fused:
         return model
     tiles, chunks = run.loop.tiles, run.loop.head_chunks
-    if tiles is not None:
+    if run.loop.head_loss == "torchtitan":
+        fuse_head(model, partial(titan_loss, compiled=run.recipe.sharding.compile))
+    elif run.loop.head_loss is not None:
+        fuse_head(model, NAMED_LOSSES[run.loop.head_loss])
+    elif tiles is not None:
         summed = objective_for(run.recipe, spec).sequences == 1
         fuse_head(model, TiledLoss(tiles, triton=not run.settings.use_cpu, summed=summed))
     else:

@@ -75,6 +75,8 @@ def trace(
         parts["own_loss"] = True
     if run.loop.tiles is not None or run.loop.head_chunks:
         parts["head"] = [to_json(run.loop.tiles), run.loop.head_chunks]
+    if run.loop.head_loss is not None:
+        parts["head"] = [run.loop.head_loss, run.recipe.sharding.compile]
     if run.loop.masked:
         parts["masked"] = True
     key = store.key(parts) if store is not None else ""
