@@ -66,7 +66,7 @@ def test_torchtitans_chunks_hold_what_its_own_steps_hold(trained: bool) -> None:
             loss = entropy(logits, aims)
             del logits
             torch.autograd.backward(loss)
-            place.copy_(states.grad)  # type: ignore[arg-type]
+            place.copy_(states.grad)
             if weight.grad is not None:
                 # FSDP2 keeps the gradient that is not reduced yet in the dtype of the reduction.
                 sums[:] = [sums[0].add_(weight.grad) if sums else weight.grad.float()]

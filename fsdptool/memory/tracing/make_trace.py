@@ -277,7 +277,7 @@ def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module
         return model
     tiles, chunks = run.loop.tiles, run.loop.head_chunks
     if run.loop.head_loss == "torchtitan":
-        fuse_head(model, partial(titan_loss, compiled=run.recipe.sharding.compile))
+        fuse_head(model, partial(titan_loss, compiled=bool(run.recipe.sharding.compile)))
     elif run.loop.head_loss is not None:
         fuse_head(model, NAMED_LOSSES[run.loop.head_loss])
     elif tiles is not None:
