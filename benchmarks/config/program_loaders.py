@@ -8,8 +8,9 @@ axolotl needs ``pip install --no-deps axolotl==0.19.0 addict``, LLaMA-Factory
 ``pip install --no-deps llamafactory==0.9.5 omegaconf antlr4-python3-runtime fire termcolor``, torchtune
 ``pip install --no-deps torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime blobfile
 sentencepiece tiktoken kagglehub``. torchtune's builders make the model of each file on the meta device: its
-parameters and the layers that have adapters are compared, too (models with pictures need torchvision). The
-results name no file: they count facts that differ, by program and key.
+parameters and the layers that have adapters are compared, too (models with pictures need torchvision).
+ms-swift needs an environment of its own: ``pip install ms-swift==4.6.0 torch==2.13.0``. The results name no
+file: they count facts that differ, by program and key.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def _arguments(loaded: Any) -> dict[str, Any]:
         "epochs": loaded.num_train_epochs,
         "steps": loaded.max_steps if loaded.max_steps > 0 else None,
         "compile": bool(loaded.torch_compile),
-        "recomputes": bool(loaded.gradient_checkpointing or loaded.activation_checkpointing),
+        "recomputes": bool(
+            loaded.gradient_checkpointing or getattr(loaded, "activation_checkpointing", False)
+        ),
         "compute_dtype": "bf16" if loaded.bf16 else "fp16" if loaded.fp16 else "fp32",
     }
 
@@ -187,9 +190,54 @@ def torchtune(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ms_swift(data: dict[str, Any]) -> dict[str, Any]:
+    """Return facts from ms-swift's argument classes, given a small model instead of the one that it names."""
+    arguments = importlib.import_module("swift.arguments")
+    folder = Path(tempfile.mkdtemp())
+    # ms-swift reads the configuration of the model, which is not at hand.
+    (folder / "config.json").write_text(json.dumps(_QWEN), encoding="utf-8")
+    own = {"model": str(folder), "model_type": "qwen2", "template": "chatml", "output_dir": str(folder)}
+    file = folder / "train.yaml"
+    file.write_text(yaml.safe_dump({**data, **own, "use_cpu": True}), encoding="utf-8")
+    variables = {str(name): str(value) for name, value in (data.get("ENV") or {}).items()}
+    ranks = int(variables.get("NPROC_PER_NODE", 1)) * int(variables.get("NNODES", 1))
+    before = dict(os.environ)
+    os.environ["_PATCH_WORLD_SIZE"] = str(ranks)  # what torchrun would set, read by ms-swift itself
+    try:
+        words = [str(file)]
+        importlib.import_module("swift.cli.main").parse_yaml_args(words)
+        kind = arguments.RLHFArguments if "rlhf_type" in data else arguments.SftArguments
+        loaded, _ = importlib.import_module("swift.utils").parse_args(kind, words)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    facts = _arguments(loaded.training_args)
+    if not variables and "gradient_accumulation_steps" not in data:
+        del facts["accumulation"]  # the number of processes is not in the file
+    adapted = loaded.tuner_type == "lora"
+    bits = loaded.quant_bits if loaded.quant_method else None
+    return {
+        **facts,
+        "method": "qlora" if adapted and bits == 4 else loaded.tuner_type,
+        "objective": getattr(loaded, "rlhf_type", None) or "sft",
+        "sequence_length": loaded.max_length if "max_length" in data else None,
+        "packing": bool(loaded.packing),
+        "lora_rank": loaded.lora_rank if adapted else None,
+        "attention": {"flash_attn": "flash_attention_2"}.get(loaded.attn_impl, loaded.attn_impl or "sdpa"),
+        "mesh": {"cp": loaded.sequence_parallel_size},
+    }
+
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "vocab_size": 512,
+    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+    "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
 LOADERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "axolotl": axolotl, "llamafactory": llamafactory, "trl": trl, "trainer": trainer,
-    "torchtune": torchtune,
+    "torchtune": torchtune, "ms-swift": ms_swift,
 }  # fmt: skip
 
 
@@ -263,6 +311,22 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "attn_implementation": ("flash_attention_2", "sdpa"),
         },
     ),
+    "ms-swift": (
+        {"model": "org/model", "dataset": ["org/data#500"], "output_dir": "o", "tuner_type": "lora"},
+        {
+            **{key: values for key, values in _ARGUMENTS.items() if key not in ("bf16", "torch_compile")},
+            "tuner_type": ("lora", "full"),
+            "ENV": ({"NPROC_PER_NODE": 4}, {"NPROC_PER_NODE": 8, "NNODES": 2}),
+            "max_length": (1024, 8192),
+            "lora_rank": (4, 64),
+            "torch_dtype": ("bfloat16", "float16", "float32"),
+            "attn_impl": ("flash_attn", "sdpa", "eager"),
+            "quant_method": ("bnb",),
+            "quant_bits": (4, 8),
+            "sequence_parallel_size": (1, 2),
+            "rlhf_type": ("dpo", "kto", "orpo"),
+        },
+    ),
     "trainer": (
         {"output_dir": "o", "per_device_train_batch_size": 2, "save_strategy": "no"},
         dict(_ARGUMENTS),
@@ -326,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--made", type=int, default=0, help="files that are made for each program")
+    parser.add_argument("--program", choices=LOADERS, help="the only program to compare with")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -335,13 +400,14 @@ def main() -> None:
     same: Counter[str] = Counter()
     found: dict[str, Counter[str]] = {}
     place = Path(tempfile.mkdtemp())
-    own = [path for program in MADE for path in made(program, options.made, place)]
+    programs = [options.program] if options.program else list(LOADERS)
+    own = [path for name in programs if name in MADE for path in made(name, options.made, place)]
     for path in (*files_of(options.folders), *own):
         try:
             run = describe_path(path)
         except ConfigError:
             continue
-        if run is None or run.program not in LOADERS:
+        if run is None or run.program not in programs:
             continue
         if (run.program == "trl" and run.program_version != "1.16.0") or _is_v1(path, run.program):
             continue

@@ -282,3 +282,18 @@ enable_float8_linear = true
 """)
     assert (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.cp, run.problems) == (2, 4, 2, ())
     assert [item.key for item in run.keys.not_modelled] == ["float8.enable_float8_linear"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--quant_method bnb", "quant_method needs quant_bits"),
+        ("--rlhf_type orpo --sequence_parallel_size 2", "orpo has no sequence_parallel_size"),
+        ("--packing true --attn_impl sdpa", "packing and padding_free need flash attention"),
+        ("--padding_free true", "packing and padding_free need flash attention"),
+        ("--packing true --attn_impl flash_attn --quant_method bnb --quant_bits 4", None),
+    ],
+)
+def test_what_stops_ms_swift_is_told(flags: str, problem: str | None) -> None:
+    run = described(f"swift rlhf --model Qwen/Qwen3-4B --dataset d {flags}")
+    assert [item.partition(" (")[0] for item in run.problems] == ([problem] if problem else [])

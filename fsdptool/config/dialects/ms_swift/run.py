@@ -67,6 +67,7 @@ def describe(file: RunFile) -> DescribedRun:
     attention = read.text("attn_impl") or read.default("attn_impl", "sdpa", "transformers' default")
     read.use("freeze_vit", "freeze_aligner", "vit_gradient_checkpointing", "packing_length")
     bits = read.whole("quant_bits")
+    _refusals(read, objective, cp, attention)
     optimizer = facts["optimizer"]
     return read.describe(
         **facts,
@@ -148,6 +149,18 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
     named = read.names("target_modules")
     listed = (named,) if isinstance(named, str) else named or ()
     return "all-linear" if "all-linear" in listed else listed
+
+
+def _refusals(read: RunReader, objective: str, cp: int, attention: str) -> None:
+    """Note the combinations that stop ms-swift 4.6.0."""
+    method = read.text("quant_method")
+    if method in ("bnb", "hqq", "eetq", "quanto") and read.whole("quant_bits") is None:
+        read.problems.append("quant_method needs quant_bits (arguments/base_args/quant_args.py:49)")
+    if cp > 1 and read.has("rlhf_type") and objective not in ("dpo", "grpo"):
+        read.problems.append(f"{objective} has no sequence_parallel_size (arguments/rlhf_args.py:719)")
+    fused = attention in ("flash_attn", *(f"flash_attention_{number}" for number in (2, 3, 4)))
+    if not fused and (read.flag("packing") or read.raw("padding_free") in (True, "true", "True")):
+        read.problems.append("packing and padding_free need flash attention (arguments/sft_args.py:185)")
 
 
 def _quantisation(read: RunReader, bits: int | None) -> str:
