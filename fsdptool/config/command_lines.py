@@ -9,7 +9,7 @@ Nothing is run: variables stay unresolved, and only regular files with a configu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from fsdptool.config.dialects.accelerate.keys import DETAILS as PARALLELISM_DETA
 from fsdptool.config.dialects.accelerate.keys import FSDP_KEYS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import parse_source
 from fsdptool.config.dialects.simpletuner import OWN_FLAGS
+from fsdptool.config.here_documents import here_documents, written_name
 from fsdptool.config.shell import (
     MOST,
     Command,
@@ -116,24 +117,32 @@ class NamedFiles:
         folders: What a relative name is relative to; the first folder that has the file counts.
         allowed: Whether a file may be read at all.
         text: Returns the text of a file, or None where there is none.
+        texts: Files that no folder holds, by name: what a script writes before its command.
     """
 
     folders: tuple[Path, ...] = (Path(),)
     allowed: Callable[[Path], bool] = _allowed
     text: Callable[[Path], SourceText | None] = _on_disk
+    texts: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self, name: str) -> SourceText | str:
+    def read(self, name: str, endings: tuple[str, ...] = ENDINGS) -> SourceText | str:
         """Return a file's text, or why it is not read.
+
+        Args:
+            name: As the text names it.
+            endings: Of the files that are read.
 
         Raises:
             UnreadableError: It is there, and does not contain text of a configuration's size.
         """
+        if (written := self.texts.get(written_name(name))) is not None:
+            return SourceText(written, name)
         if any(mark in name for mark in "$`*{"):
             return "holds a variable"
         if "://" in name or name.startswith("~"):
             return "is not a path in the project"
-        if not name.lower().endswith(ENDINGS):
-            return f"does not end in {', '.join(ENDINGS)}"
+        if not name.lower().endswith(endings):
+            return f"does not end in {', '.join(endings)}"
         outside = False
         for folder in self.folders:
             path = folder / name
@@ -145,6 +154,16 @@ class NamedFiles:
             except (OSError, ValueError):
                 return "is not a path"
         return "is outside the folders that may be read" if outside else "is not found"
+
+    def with_written(self, script: str, substituted: str) -> NamedFiles:
+        """Return these files and those that a script writes with here-documents.
+
+        Args:
+            script: Its text.
+            substituted: Its text with the values of its variables.
+        """
+        written = here_documents(script, substituted)
+        return replace(self, texts={**self.texts, **written}) if written else self
 
 
 def default_files(path: str | None) -> NamedFiles:
@@ -187,7 +206,8 @@ def read_lines(source: SourceText, files: NamedFiles | None = None) -> list[Line
     commands = find_commands(source.text)
     chosen = [item for item in commands if configures(item)]
     strong = [item for item in chosen if _states(item)]
-    reader = _Reader(source, files or default_files(source.path))
+    files = files or default_files(source.path)
+    reader = _Reader(source, files.with_written(source.text, source.text))
     if not commands:
         return [reader.line(parse_command(source.text))]
     lines = [reader.line(command) for command in strong or chosen or commands[:1]]
@@ -297,7 +317,7 @@ class _Reader:
             )
             self.known = False
             return None
-        if Path(source.path or "") != self.files.folders[0] / name:
+        if Path(source.path or "") not in (Path(name), self.files.folders[0] / name):
             advice = "the program looks in its working directory: run the command where the file is found"
             self.findings.append(("FSD117", f"{what} {name} is read from {source.path}", at, advice))
         _mark(document.root, Included(source, at))

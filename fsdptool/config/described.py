@@ -99,7 +99,8 @@ def describe_written(
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
     if form is None or form.name == "flags":
-        text = substituted(source.text)
+        text = substituted(source.text, files)
+        files = files.with_written(source.text, text)
         if text != source.text:
             form = form or sniff_dialect(text)
             if form is not None and form.name == "flags":

@@ -1,8 +1,8 @@
 """The variables of a shell script, as far as its own assignments say their values.
 
-Nothing is run. A value is known where the script assigns text, a default (``${NAME:-8}``), arithmetic or an
-array to it before its command. What a branch, a loop or another program decides stays a variable: a plan
-names it. A script is read as it is called without arguments.
+Nothing is run. A value is known where the script, or a file of assignments that it sources, assigns text, a
+default (``${NAME:-8}``), arithmetic or an array to it before its command. What a branch, a loop or another
+program decides stays a variable: a plan names it. A script is read as it is called without arguments.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fsdptool.config.shell import enclosed, spans_of, words_of
+from fsdptool.files.text import UnreadableError
 from fsdptool.files.tree import Node
+
+if TYPE_CHECKING:
+    from fsdptool.config.command_lines import NamedFiles
 
 _KNOWN = {"HOME": "~", "PWD": "."}
 """Variables of every shell, as paths that need no variable."""
@@ -33,6 +38,8 @@ _EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
 _EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/]*)["\']?\s*\]+')
 _LONGEST = 20_000
 """Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
+_SHELL, _SOURCED = (".sh", ".bash", ".env"), 20
+"""What the files that are sourced end in, and how many of them are read at most."""
 _MOST = 2_000_000
 """Characters of a script, and of what becomes of it: a longer one stays as it is."""
 
@@ -54,11 +61,16 @@ class _Block:
     ran: bool = False
 
 
-def substituted(text: str) -> str:
-    """Return a script with its variables replaced by what it assigned to them; others stay."""
+def substituted(text: str, files: NamedFiles | None = None) -> str:
+    """Return a script with its variables replaced by what it assigned to them; others stay.
+
+    Args:
+        text: The script.
+        files: Where the files that it sources are looked for; None reads none.
+    """
     if ("$" not in text and "`" not in text) or len(text) > _MOST:
         return text
-    script = _Script()
+    script = _Script(files)
     pieces: list[str] = []
     last, size = 0, 0
     for start, end in spans_of(text):
@@ -74,8 +86,10 @@ def substituted(text: str) -> str:
 class _Script:
     """The variables at one place of a script."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: NamedFiles | None) -> None:
         self.blocks = [_Block("script")]
+        self.files = files
+        self.sourced = 0
 
     def read(self, span: str, between: str) -> str:
         """Return one command with what is known put in, and take what it assigns."""
@@ -92,7 +106,29 @@ class _Script:
         if rest and rest[0].value == "read":
             for word in rest[1:]:
                 self._set(str(word.value), None)
+        if len(rest) > 1 and rest[0].value in ("source", "."):
+            self._source(self._word(rest[1].raw), maybe)
         return self.text(span)
+
+    def _source(self, name: str | None, maybe: bool) -> None:
+        """Take the assignments of a file that the script sources; it is read and not run."""
+        if name is None or self.files is None or self.sourced == _SOURCED:
+            return
+        try:
+            found = self.files.read(name, _SHELL)
+        except UnreadableError:
+            return
+        if isinstance(found, str):
+            return
+        self.sourced += 1
+        self.blocks.append(_Block("maybe" if maybe else "group"))
+        depth = len(self.blocks)
+        last = 0
+        for start, end in spans_of(found.text):
+            self.read(found.text[start:end], found.text[last:start])
+            last = end
+        while len(self.blocks) >= depth:
+            self._close()
 
     def get(self, name: str) -> tuple[bool, Value]:
         """Return whether a variable is assigned, and its value."""

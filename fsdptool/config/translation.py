@@ -6,7 +6,7 @@ with what the other program does instead, whatever a writer forgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from fsdptool.config.command_lines import NamedFiles
@@ -86,7 +86,7 @@ def planned_run(recipe: Recipe, settings: FsdpSettings, described: DescribedRun 
     from fsdptool.config.recipe import dump_recipe
     from fsdptool.config.writer import resolved, write_settings
 
-    files = _Beside(texts={"run.accelerate.yaml": write_settings(resolved(settings))})
+    files = NamedFiles(folders=(), texts={"run.accelerate.yaml": write_settings(resolved(settings))})
     chosen = describe_run(SourceText(dump_recipe(recipe), "run.yaml"), program="fsdptool", files=files)
     assert chosen is not None
     if described is None:
@@ -108,19 +108,8 @@ def writer_of(program: str) -> RunFormat:
     return known[program]
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside(NamedFiles):
-    """The files that belong beside a text and that no folder holds yet."""
-
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    def read(self, name: str) -> SourceText | str:
-        """Return a file's text, or that there is none."""
-        return SourceText(self.texts[name], name) if name in self.texts else "is not found"
-
-
 def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
-    files = _Beside(texts={f"run{suffix}": beside for suffix, beside in writer.beside.items()})
+    files = NamedFiles(folders=(), texts={f"run{suffix}": beside for suffix, beside in writer.beside.items()})
     back = describe_run(SourceText(text, "run.yaml"), program=form.name, files=files)
     if back is None:  # pragma: no cover
         raise ConfigError(f"what was written for {form.name} is not read back")

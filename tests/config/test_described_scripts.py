@@ -297,3 +297,15 @@ enable_float8_linear = true
 def test_what_stops_ms_swift_is_told(flags: str, problem: str | None) -> None:
     run = described(f"swift rlhf --model Qwen/Qwen3-4B --dataset d {flags}")
     assert [item.partition(" (")[0] for item in run.problems] == ([problem] if problem else [])
+
+
+def test_what_a_script_writes_and_sources_is_read(tmp_path: Path) -> None:
+    """The file that its command trains with, the file of its launch, and the variables in both."""
+    (tmp_path / "env.sh").write_text("export WORK=/w RANKS=4\n")
+    launch = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: $RANKS\n"
+    start = "accelerate launch --config_file $WORK/acc.yaml -m trl.scripts.sft --config run.yaml"
+    text = f"source env.sh\ncat > run.yaml <<EOF{TRL}EOF\ncat <<E > $WORK/acc.yaml\n{launch}E\n{start}\n"
+    run = script(tmp_path, text)
+    assert run is not None
+    assert (run.program, run.model) == ("trl", "org/Qwen3-4B")
+    assert (run.fsdp, run.processes, run.problems) == (2, 4, ())

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from fsdptool.config.command_lines import NamedFiles
+from fsdptool.config.here_documents import here_documents
 from fsdptool.config.shell import words_of
 from fsdptool.config.shell_variables import substituted
 
+SOURCED = 'A=8\nB=${A}0; if [ -z "$C" ]; then C=set; fi\nexport D="two words"\ntouch ran\n'
 
-def words(script: str) -> list[str]:
+
+def words(script: str, files: NamedFiles | None = None) -> list[str]:
     """Return the words of the last line of a script, after substitution."""
-    text = substituted(script)
+    text = substituted(script, files)
     last = text.rstrip("\n").rpartition("\n")[2]
     return [str(word.value) for word in words_of(last, 0, len(last))]
 
@@ -101,3 +106,75 @@ def test_quoting_survives() -> None:
     value = 'it\'s "so" $5 \\ `x`'
     script = f'A={shlex.quote(value)}\necho x "$A"'
     assert words(script)[2:] == [value]
+
+
+@pytest.mark.parametrize(
+    "line", ["source ./env.sh", ". env.sh", "F=env.sh\nsource $F", 'cd . && true; source "env.sh"']
+)
+def test_a_sourced_file_is_read_and_not_run(line: str, tmp_path: Path) -> None:
+    script = f'A=1\n{line}\necho x $A $B $C "$D"'
+    (tmp_path / "env.sh").write_text(SOURCED)
+    assert words(script, NamedFiles((tmp_path,)))[2:] == ["8", "80", "set", "two words"]
+    assert not (tmp_path / "ran").exists()
+    bash = ["bash", "-c", script.replace("echo x", "printf '%s\\n'")]
+    out = subprocess.run(
+        bash, capture_output=True, text=True, check=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert out.stdout.splitlines() == ["8", "80", "set", "two words"]
+
+
+def test_a_file_that_is_not_there_or_sources_itself_leaves_variables(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("source env.sh\nA=1\n")
+    files = NamedFiles((tmp_path,))
+    assert words("source other.sh\nsource ~/.bashrc\nsource venv/bin/activate\necho x $A", files)[2:] == [
+        "$A"
+    ]
+    assert words("source env.sh\necho x $A", files)[2:] == ["1"]
+    assert words("[ -f env.sh ] && source env.sh\necho x $A", files)[2:] == ["$A"]
+
+
+WRITTEN = """\
+M=org/m
+cat > ./a.yaml <<EOF
+model: $M
+it: isn't quoted
+EOF
+cat <<'END' > out/b.json
+{"x": "$M"}
+END
+tee -a log.txt <<EOF
+not known before
+EOF
+\tsudo tee "c d.yml" <<-EOF
+\tx: 1
+\tEOF
+cat >> a.yaml << EOF
+more: 1
+EOF
+cat > twice.yaml <<EOF
+x: 1
+EOF
+cat > twice.yaml <<EOF
+x: 2
+EOF
+cat > edited.yaml <<EOF
+x: 1
+EOF
+sed -i 's/1/2/' edited.yaml
+python - <<EOF > made.yaml
+print("x: 1")
+EOF
+cat > open.yaml <<EOF
+x: 1
+"""
+
+
+def test_here_documents_are_the_files_that_bash_writes(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    script = WRITTEN.replace("sudo ", "")
+    subprocess.run(
+        ["bash", "-c", script], capture_output=True, check=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
+    )
+    found = here_documents(WRITTEN, substituted(WRITTEN))
+    assert set(found) == {"a.yaml", "out/b.json", "c d.yml", "open.yaml"}
+    assert found == {name: (tmp_path / name).read_text() for name in found}
