@@ -74,23 +74,26 @@ def look_at(path: str, objective: Objective) -> DataLook:
     """Inspect data: its files, the columns of its first rows, and whether they are chats, texts or images.
 
     Args:
-        path: File or folder, or the Hugging Face id of a dataset (which is not looked at).
+        path: File or folder, the Hugging Face id of a dataset, or code (``package.module:name``); the last
+            two are not looked at.
         objective: What they are for.
 
     Raises:
         ConfigError: There is nothing, or nothing that the objective can be trained on.
     """
     from fsdptool.source.hub import looks_like_id
+    from fsdptool.source.references import is_import
     from fsdptool.training.data.images import STILLS, picture_size
     from fsdptool.training.data.sources import TEXT_SUFFIXES
 
+    place = Path(path).expanduser()
+    if is_import(path) and not place.exists():
+        return DataLook(Data(source="python", path=path), "code")
     if objective.samples is None:
         raise ConfigError(
-            f"--data {path}: objective {objective.name} is trained on generated samples only",
-            help="leave --data out, and choose another objective.name in the recipe"
-            " (docs/reference/objectives.md)",
+            f"--data {path}: objective {objective.name} is trained on samples of your own code alone",
+            help="leave --data out, or give it package.module:name (docs/how-to/name-data.md)",
         )
-    place = Path(path).expanduser()
     if not place.exists():
         if looks_like_id(path) and not path.startswith("."):
             return DataLook(Data(source="dataset", path=path), "unread")
@@ -459,7 +462,7 @@ def _with_data(recipe: Recipe, spec: ModelSpec, look: DataLook | None) -> Recipe
     if look is None:
         return recipe
     data = look.data
-    if look.kind != "images" and not _has_tokenizer(spec):
+    if look.kind not in ("images", "code") and not _has_tokenizer(spec):
         data = replace(data, tokenizer=_hub_id(spec) or "bytes")
     return replace(recipe, data=data)
 

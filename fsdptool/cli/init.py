@@ -30,6 +30,7 @@ _KINDS = {
     "labels": "texts with labels",
     "pairs": "pairs of texts",
     "images": "images",
+    "code": "code of your own, which was not run",
     "unread": "a dataset, which was not read: check its columns",
 }
 
@@ -100,7 +101,7 @@ def _print(starter: Starter, paths: tuple[Path, Path], reference: str, trusted: 
     from fsdptool.source.references import is_import
 
     recipe, config = (shlex.quote(str(path)) for path in paths)
-    named = is_import(reference)
+    named = is_import(reference) or (starter.look is not None and starter.look.kind == "code")
     flag = "" if not trusted else " --allow-import" if named else " --trust-remote-code"
     plan = starter.plan
     candidate = shown(plan)

@@ -136,7 +136,7 @@ def prepare(
     if teacher_spec is not None:
         method_of(recipe).check_teacher(spec, teacher_spec)
     made_up = recipe.data.source == "synthetic" and recipe.evaluation.data is None
-    _check_sources(recipe, spec, opened=with_data and not made_up, checked=with_data or dry_run)
+    recipe = _check_sources(recipe, spec, opened=with_data and not made_up, checked=with_data or dry_run)
     prediction, notes = _predict(spec, anatomy, run, device) if with_prediction else (None, ())
     # A prediction has already built a batch of this recipe, or has cached it and needs no torch.
     if with_data and made_up and prediction is None:
@@ -217,7 +217,7 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
     from fsdptool.modeling.objective import objective_for
 
     data, size = recipe.data, recipe.batch.micro_batch
-    apart = data.packing and data.document_mask and data.source != "synthetic"
+    apart = data.packing and data.document_mask and data.source not in ("synthetic", "python")
     if recipe.model.attention not in _PACKAGES or size == 1 or not apart:
         return
     if objective_for(recipe, spec).samples == "documents":
@@ -228,8 +228,10 @@ def _check_packing(recipe: Recipe, spec: ModelSpec) -> None:
         )
 
 
-def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bool) -> None:
+def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bool) -> Recipe:
     """Check that the inputs of the model are known, and that the data of a run can be read.
+
+    Returns the recipe, with the number of samples of streams that were opened.
 
     Args:
         recipe: The recipe.
@@ -238,15 +240,18 @@ def _check_sources(recipe: Recipe, spec: ModelSpec, *, opened: bool, checked: bo
         checked: If it is not opened, check its libraries and its place.
     """
     from fsdptool.inspection.micro_batch import batch_spec
+    from fsdptool.training.data.build import with_counts
     from fsdptool.training.data.sources import check_place
 
     batch_spec(spec, recipe)  # a plan may know the states alone; a run needs its inputs
     if checked:
         _check_libraries(recipe)
     if opened:
+        recipe = with_counts(recipe, spec)
         _check_data(recipe, spec)
     elif checked:
         check_place(recipe.data)
+    return recipe
 
 
 def _decide(

@@ -213,8 +213,8 @@ class LaunchLines:
     unchecked: tuple[Unchecked, ...] = ()
 
 
-DataKind = Literal["chat", "prompts", "text", "labels", "pairs", "images", "unread"]
-"""How samples are read: ``unread`` data (a dataset on the Hub) were not looked at."""
+DataKind = Literal["chat", "prompts", "text", "labels", "pairs", "images", "code", "unread"]
+"""How samples are read: ``unread`` data (a dataset on the Hub) were not looked at, nor was ``code`` run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,8 +132,15 @@ PADDING_MULTIPLE = 8
 SYNTHETIC_SAMPLES = 1024
 """Generated samples of an epoch, unless ``data.options.samples`` says otherwise."""
 
+SHUFFLE_BUFFER = 256
+"""Consecutive samples of a stream that are shuffled among themselves, unless ``data.options.shuffle_buffer``
+says otherwise: each loading process holds as many."""
+
+Source = Literal["text", "jsonl", "parquet", "dataset", "images", "latents", "python", "synthetic"]
+"""Kinds of data. ``python`` is your own code: ``data.path`` names it as ``package.module:name``."""
+
 DATA_OPTIONS = (
-    *("name", "data_files", "revision", "document", "samples"),
+    *("name", "data_files", "revision", "document", "samples", "shuffle_buffer"),
     *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),
     *("chosen_column", "rejected_column"),
     *("label_column", "labels", "packing", "mask_share", "start_method"),
@@ -148,7 +155,7 @@ DataOptions = Annotated[Mapping[str, Any], Keywords(propertyNames={"enum": list(
 class Data:
     """Where samples come from. ``synthetic`` makes them from the family's batch spec."""
 
-    source: Literal["text", "jsonl", "parquet", "dataset", "images", "latents", "synthetic"] = "synthetic"
+    source: Source = "synthetic"
     path: str | None = None
     split: str = "train"
     text_column: str = "text"

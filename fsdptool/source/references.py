@@ -19,7 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdptool.errors import ReferenceError  # noqa: A004 - a reference names a model here
+from fsdptool.errors import (
+    ConfigError,
+    ReferenceError,  # noqa: A004 - a reference names a model here
+)
 from fsdptool.files.text import UnreadableError, exists, is_file, read_bytes
 from fsdptool.records.anatomy import ModelSpec, Reference
 from fsdptool.records.diagnostic import Diagnostic
@@ -294,9 +297,14 @@ def _change_data(recipe: Recipe, change: Change) -> Recipe:
             for name, value in data.options.items()
         }
         bundled = data.source == "text" and data.path == "pydoc"
+        place = data.path
+        if place is not None and data.source == "python":
+            place = _changed_code(place, change)
+        elif place is not None and not bundled:
+            place = change(place)
         return replace(
             data,
-            path=data.path if data.path is None or bundled else change(data.path),
+            path=place,
             tokenizer=data.tokenizer if data.tokenizer in ("auto", "bytes") else change(data.tokenizer),
             options=options,
         )
@@ -305,6 +313,48 @@ def _change_data(recipe: Recipe, change: Change) -> Recipe:
     if evaluation.data is not None:
         evaluation = replace(evaluation, data=changed(evaluation.data))
     return replace(recipe, data=changed(recipe.data), evaluation=evaluation)
+
+
+def _changed_code(text: str, change: Change) -> str:
+    """Change the folder of ``[FOLDER/]package.module:name``; without one, that in which the package lies."""
+    folder, name = split_code(text)
+    if folder is not None:
+        return f"{change(folder)}/{name}"
+    top = name.partition(":")[0].partition(".")[0]
+    for file in (f"{top}.py", top):
+        if (place := change(file)) != file and Path(place).name == file:
+            return f"{Path(place).parent}/{name}"
+    return text
+
+
+def split_code(text: str) -> tuple[str | None, str]:
+    """Return the folder, or None, and the name of ``[FOLDER/]package.module:name``.
+
+    Raises:
+        ConfigError: It is not written like that.
+    """
+    folder, slash, name = text.rpartition("/")
+    if _IMPORT.fullmatch(name) is None:
+        raise ConfigError(
+            f"data.path {text} does not name code",
+            help="write package.module:name, for example mydata:batches",
+        )
+    return folder or slash or None, name
+
+
+def check_code(text: str) -> None:
+    """Check that the module of ``[FOLDER/]package.module:name`` can be found; it is not imported.
+
+    Raises:
+        ConfigError: It is on no path.
+    """
+    folder, name = split_code(text)
+    module = name.partition(":")[0]
+    if _find(module, folder) is None:
+        raise ConfigError(
+            f"data.path {text}: there is no module {module}",
+            help="it is looked up on the Python path, beside the recipe and in the working directory",
+        )
 
 
 IMPORT_FLAG = "--allow-import"

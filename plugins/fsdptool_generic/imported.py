@@ -15,14 +15,13 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import InputsError, ModelError
 from fsdptool.families.bases.batches import described, listed_inputs
 from fsdptool.families.bases.families import one_line
 from fsdptool.families.protocol import Family, Flavour, Match, Objective, TensorSpec
-from fsdptool.spelling import nearest
+from fsdptool.source.imports import import_named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -167,34 +166,15 @@ def _refused(reference: str) -> ModelError:
 def _load(reference: str, folder: str | None) -> Callable[..., Any]:
     """Return the class or function that a reference names.
 
-    The folder comes last on the path, so nothing in it can take the place of an installed package.
-
     Raises:
         ModelError: The module cannot be imported, or has no such class or function.
     """
     from torch import nn
 
-    name, _, path = reference.partition(":")
-    if folder is not None and folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        value: Any = import_module(name)
-        module = value
-    except Exception as error:
-        raise ModelError(
-            f"{name} cannot be imported: {type(error).__name__}: {one_line(error)}",
-            help="start fsdptool in the folder that contains it, install it, or set PYTHONPATH",
-        ) from error
-    for attribute in path.split("."):
-        value = getattr(value, attribute, None)
+    value = import_named(reference, folder)
     if isinstance(value, nn.Module) or not callable(value):
-        what = "is a model that is already built" if isinstance(value, nn.Module) else "does not exist"
-        classes = [key for key, item in vars(module).items() if isinstance(item, type)]
-        near = nearest(path, classes, cutoff=0.6) if value is None else None
-        advice = "name a class, or a function that returns the model"
-        if near is not None:
-            advice = f"did you mean {name}:{near}?"
-        raise ModelError(f"{reference} {what}", help=advice)
+        what = "a model that is already built" if isinstance(value, nn.Module) else "not callable"
+        raise ModelError(f"{reference} is {what}", help="name a class, or a function that returns the model")
     return value  # type: ignore[no-any-return]
 
 

@@ -30,11 +30,13 @@ class StopIn(SignalFlag):
         return signal.SIGTERM if self._left <= 0 else 0
 
 
-def work_in(folder: str, stop_at: int | None = None, flag: SignalFlag | None = None) -> dict[str, Any]:
+def work_in(
+    folder: str, stop_at: int | None = None, flag: SignalFlag | None = None, trusted: bool = False
+) -> dict[str, Any]:
     """Train what ``folder`` describes on one rank and return the closing event."""
     events = EventLog(Path(folder), int(os.environ["RANK"]), 0)
     flag = StopIn(stop_at) if stop_at is not None else flag or SignalFlag()
-    ended = dict(work(Path(folder), events, flag))
+    ended = dict(work(Path(folder), events, flag, trust_remote_code=trusted))
     events.close()
     return ended
 
@@ -46,9 +48,10 @@ def write_folder(
     *,
     resume: str | None = None,
     changed: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+    trusted: bool = False,
 ) -> Recipe:
     """Write a run folder for ``recipe`` as ``changed`` returns it, without a prediction; returns that."""
-    prepared = prepare(recipe, config, with_prediction=False)
+    prepared = prepare(recipe, config, with_prediction=False, trust_remote_code=trusted)
     prepared = dataclasses.replace(prepared, recipe=changed(prepared.recipe))
     write_run(folder, prepared, resume=resume, number=int(resume is not None), argv=[], force=False)
     return prepared.recipe

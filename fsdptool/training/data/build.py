@@ -17,6 +17,7 @@ from fsdptool.modeling.objective import objective_for
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, Recipe
 from fsdptool.training.data.encoded import encoded_data
+from fsdptool.training.data.imported import Wanted, count_stream, open_imported
 from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
 from fsdptool.training.data.loader import Loader, Opened, RankShare, Stack
@@ -108,7 +109,7 @@ def build_batches(
         opened.collate,
         opened.order,
         share,
-        workers=recipe.data.workers,
+        workers=_processes(recipe.data),
         start_method=_start_method(recipe.data),
         device=device,
     )
@@ -146,7 +147,7 @@ def build_evaluation(
         opened.collate,
         opened.order,
         share,
-        workers=data.workers,
+        workers=_processes(data),
         start_method=_start_method(data),
         steps=steps,
         device=device,
@@ -207,6 +208,11 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> RankShare:
     return RankShare(rank, world, batch.micro_batch, batch.global_batch // each)
 
 
+def _processes(data: Data) -> int:
+    """Return the loading processes of a rank: at least one where other people's code draws random numbers."""
+    return max(data.workers, 1) if data.source == "python" else data.workers
+
+
 def _start_method(data: Data) -> str:
     method = str(data.options.get("start_method", START_METHODS[0]))
     if method not in START_METHODS:
@@ -220,6 +226,8 @@ def _start_method(data: Data) -> str:
 def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
     if data.source == "synthetic":
         return _synthetic(recipe, spec, data, part)
+    if data.source == "python":
+        return _imported(recipe, spec, data, part)
     objective = objective_for(recipe, spec)
     if data.source == "images" and objective.samples == "labelled":
         return _labelled(recipe, spec, data, part)
@@ -229,12 +237,59 @@ def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str
     return Opened(samples, PlainOrder(len(samples), seed=recipe.seed, shuffle=data.shuffle), collate)
 
 
-def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
+def with_counts(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """Return a recipe that says how many samples the streams of your own code have, so that no rank counts.
+
+    Raises:
+        ConfigError: The recipe's data cannot be used.
+    """
+
+    def counted(data: Data) -> Data:
+        if data.source != "python":
+            return data
+        count = count_stream(
+            data, _wanted(recipe, spec), seed=recipe.seed, trusted=recipe.model.trust_remote_code
+        )
+        return (
+            data if count is None else dataclasses.replace(data, options={**data.options, "samples": count})
+        )
+
+    evaluation = recipe.evaluation
+    if evaluation.data is not None:
+        evaluation = dataclasses.replace(evaluation, data=counted(evaluation.data))
+    return dataclasses.replace(recipe, data=counted(recipe.data), evaluation=evaluation)
+
+
+def _wanted(recipe: Recipe, spec: ModelSpec) -> Wanted:
+    one, shared = _one_sample(recipe, spec)
+    if spec.reference.kind == "import":
+        # The largest number among the example's is no bound.
+        one = tuple(dataclasses.replace(item, high=None) for item in one)
+    return Wanted({item.name: item for item in one}, shared)
+
+
+def _imported(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
+    return open_imported(
+        data,
+        _wanted(recipe, spec),
+        seed=recipe.seed,
+        part=part,
+        holdout=recipe.evaluation.holdout,
+        trusted=recipe.model.trust_remote_code,
+    )
+
+
+def _one_sample(recipe: Recipe, spec: ModelSpec) -> tuple[Sequence[TensorSpec], frozenset[str]]:
+    """Return the tensors of a micro-batch of one, and the names of those that all samples share."""
     one = micro_batch.batch_spec(spec, for_micro_batch(recipe, 1))
     try:
-        shared = split_spec(one, micro_batch.batch_spec(spec, for_micro_batch(recipe, 2)))
+        return one, split_spec(one, micro_batch.batch_spec(spec, for_micro_batch(recipe, 2)))
     except ConfigError:  # it takes one sample at a time
-        shared = frozenset()
+        return one, frozenset()
+
+
+def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
+    one, shared = _one_sample(recipe, spec)
     count = int(data.options.get("samples", SYNTHETIC_SAMPLES))
     # Held-out samples are further draws, not a share of the training ones.
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)

@@ -88,6 +88,29 @@ class PlainOrder:
         return places
 
 
+class WindowOrder:
+    """The order of a stream: every sample once per epoch, shuffled within windows of consecutive samples.
+
+    A reader that holds one window can therefore read on, and never has to go back within an epoch.
+    """
+
+    def __init__(self, samples: int, *, window: int, seed: int) -> None:
+        self.samples = samples
+        self._window = window
+        self._seed = seed
+
+    def places(self, start: int, count: int) -> list[Place]:
+        """Return the ``count`` places from ``start`` on."""
+        places: list[Place] = []
+        for position in range(start, start + count):
+            epoch, offset = divmod(position, self.samples)
+            number, inside = divmod(offset, self._window)
+            first = number * self._window
+            size = min(self._window, self.samples - first)
+            places.append((first + int(permutation(size, mix(self._seed, epoch, number, 5))[inside]), epoch))
+        return places
+
+
 class BucketOrder:
     """Samples of several shapes, in chunks of ``chunk`` samples of one shape.
 

@@ -15,6 +15,7 @@ from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, open_regular, read_blocks, read_csv, read_ends, read_lines
 from fsdptool.files.values import load_json
 from fsdptool.records.recipe import Data
+from fsdptool.source.references import check_code
 
 Row = Mapping[str, Any]
 
@@ -81,6 +82,8 @@ def check_place(data: Data) -> None:
         source = open_source(data)
         if next(source.rows(), None) is None:
             raise ConfigError(f"data.path {source.place} has no rows", help="name another file or folder")
+    elif data.source == "python":
+        check_code(path_of(data))
     elif data.source in ("images", "latents") and not Path(path_of(data)).expanduser().exists():
         raise ConfigError(f"data.path {data.path} does not exist", help="check the spelling")
 
