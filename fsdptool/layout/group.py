@@ -228,7 +228,7 @@ def accelerate_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:
     """
     compute = sharding.compute_dtype
     inputs = compute or _prevailing(anatomy)
-    return Dtypes(compute, compute, compute, "float32" if compute else None, inputs)
+    return Dtypes(compute, compute, compute, _master(sharding), inputs)
 
 
 def native_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:
@@ -238,12 +238,16 @@ def native_dtypes(anatomy: Anatomy, sharding: ResolvedSharding) -> Dtypes:
     mixed precision inputs follow the parameters: FSDP2 would hand fp32 latents to a bf16 model.
     """
     compute = sharding.compute_dtype
-    master = "float32" if compute else None
-    gradient = compute or _widest_trainable(anatomy)
+    master = _master(sharding)
+    gradient = compute or sharding.trained_dtype or _widest_trainable(anatomy)
     requested = sharding.reduce_dtype
     narrows = requested is not None and _BITS[requested] <= _BITS.get(gradient, 32) and requested != gradient
     reduce = None if requested is None or narrows or requested == gradient else requested
     return Dtypes(compute, reduce, sharding.output_dtype, master, compute or _prevailing(anatomy))
+
+
+def _master(sharding: ResolvedSharding) -> str | None:
+    return sharding.trained_dtype or ("float32" if sharding.compute_dtype else None)
 
 
 def _prevailing(anatomy: Anatomy) -> str | None:

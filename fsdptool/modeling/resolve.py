@@ -39,6 +39,8 @@ def resolve_run(
     sharding = resolve_sharding(settings, recipe.sharding)
     if loop.program not in _FLOAT8_GATHERS:
         sharding = replace(sharding, float8=False)
+    if loop.adapter_dtype is not None and recipe.method.name == "lora":
+        sharding = replace(sharding, trained_dtype=loop.adapter_dtype)
     recipe = with_stored_dtypes(recipe, sharding.compute_dtype)
     mesh = settings.mesh
     run = ResolvedRun(recipe, settings, sharding, mesh, loop)

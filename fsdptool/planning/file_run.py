@@ -229,6 +229,9 @@ def file_run(
     options: dict[str, Any] = {}
     if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
         options["loss"] = _LOSSES.get(run.fused_loss, run.fused_loss)
+    stored = TORCH_DTYPES.get(run.stored_dtype or "")
+    if recipe.method.name == "lora" and stored in ("bfloat16", "float16"):
+        options["adapter_dtype"] = stored
     if (run.mesh.pp or 1) > 1:
         options["pp"] = run.mesh.pp
     if run.activation_offloading:

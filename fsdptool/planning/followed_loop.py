@@ -15,7 +15,7 @@ from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.planning.options import Options, declared
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.fused_loss import NamedLoss
-from fsdptool.records.plan import NotPlanned, PlanInputs, TrainingLoop, UnreadKeys
+from fsdptool.records.plan import AdapterDtype, NotPlanned, PlanInputs, TrainingLoop, UnreadKeys
 from fsdptool.records.sharding import Loading
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
         tiles=chunked.tiles if chunked is not None else None,
         head_chunks=chunked.head_chunks if chunked is not None else 0,
         head_loss=cast("NamedLoss", loss) if loss in get_args(NamedLoss) else None,
+        adapter_dtype=cast("AdapterDtype | None", options.get("adapter_dtype")),
         marks_last=does is None or does.marks_last,
         not_planned=_open(does, loss, mixed) if does is not None else (),
     )

@@ -14,7 +14,7 @@ from fsdptool.planning.option_values import hsdp_shape, one_of, reshard_value
 from fsdptool.records.annotations import bounds_text, permits
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.fused_loss import NamedLoss
-from fsdptool.records.plan import Assumption, Preference
+from fsdptool.records.plan import AdapterDtype, Assumption, Preference
 from fsdptool.records.plan_details import PipelineSchedule
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
@@ -68,6 +68,9 @@ class Options(TypedDict, total=False):
         "Storage of the frozen base weights", "Recipe", "recipe.method.lora.base")]
     adapters: Annotated[str | None, Option(
         "Placement of the adapters", "Recipe", "recipe.method.lora.adapters")]
+    adapter_dtype: Annotated[str | None, Option(
+        "Dtype in which another program stores adapters; by default fp32, as peft", "Recipe",
+        choices=get_args(AdapterDtype))]
     teacher: Annotated[str | None, Option("Teacher model of a distillation.", "Recipe")]
     objective: Annotated[str | None, Option("Training objective.", "Recipe", "recipe.objective.name")]
     loss: Annotated[str | None, Option(

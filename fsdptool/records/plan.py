@@ -299,6 +299,8 @@ class Candidate:
     """Whether the head computes the loss, and why; None where it was never evaluated."""
 
 
+AdapterDtype = Literal["float32", "bfloat16", "float16"]
+
 Assumption = Literal["compile", "float8", "async_tp"]
 """What other training loops do beside tensor parallelism: compile blocks, multiply their linear layers in
 float8, and overlap the group's collectives with matrix products (torch's async TP)."""
@@ -334,6 +336,8 @@ class TrainingLoop:
         tiles: Tiles in which its head computes the loss over tokens; None: as fsdptool's loss does.
         head_chunks: Parts of each row whose logits its head makes one by one, and all keeps; 0: all at once.
         head_loss: Whose loss its head computes, by name; None: as the other fields and the recipe say.
+        adapter_dtype: dtype in which it stores adapters; None: fp32, as peft casts those of 16 bits (0.21,
+            ``autocast_adapter_dtype``) and accelerate all that trains.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
         not_planned: What differs from run to run, or is not modelled.
     """
@@ -348,6 +352,7 @@ class TrainingLoop:
     tiles: LossTiles | None = None
     head_chunks: Count = 0
     head_loss: NamedLoss | None = None
+    adapter_dtype: AdapterDtype | None = None
     marks_last: bool = True
     not_planned: tuple[NotPlanned, ...] = ()
 

@@ -26,6 +26,7 @@ class ResolvedSharding:
         reduce_dtype, output_dtype: What the recipe asks for; the unit plan says what it comes to.
         cpu_offload: Whether shards, gradients and optimizer states live in host memory.
         prefetch: FSDP units to prefetch.
+        trained_dtype: What trained shards are stored in; None: fp32 under mixed precision, else as built.
         float8: Whether FSDP gathers the weights of layers that multiply in float8 in float8, too.
     """
 
@@ -43,6 +44,7 @@ class ResolvedSharding:
     cpu_offload: bool
     prefetch: int
     float8: bool = False
+    trained_dtype: str | None = None
 
     @property
     def recomputes(self) -> bool:

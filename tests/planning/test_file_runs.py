@@ -257,6 +257,19 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
     assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
 
 
+def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_path: Path) -> None:
+    """peft casts adapters to fp32 unless it is told not to; accelerate casts all that trains under FSDP2."""
+    head, _, block = AXOLOTL.partition("fsdp_version")
+    narrow = head + "peft_autocast_adapter_dtype: false\n"
+    texts = (head, narrow, narrow + "fsdp_version" + block)
+    plans = [planned(tmp_path / "train.yaml", text, model) for text in texts]
+    assert [plan.inputs.loop.adapter_dtype for plan in plans] == [None, "bfloat16", None]
+    wide, thin, _ = (plan.details.states for plan in plans)
+    assert thin["gradients"] * 2 == wide["gradients"]
+    adapters = wide["gradients"] // 4
+    assert wide["parameters"] - thin["parameters"] == adapters * 2
+
+
 def test_the_model_of_a_file_is_known_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     text = AXOLOTL.replace("org/model", "meta-llama/Llama-3.1-8B")

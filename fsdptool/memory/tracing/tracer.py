@@ -177,6 +177,8 @@ def traced_configuration(run: ResolvedRun) -> dict[str, Any]:
     wrapping = [sharding.wrap_policy, list(sharding.wrap_classes), sharding.min_num_params]
     if not run.flash:
         parts["flash"] = False
+    if sharding.trained_dtype is not None:
+        parts["trained"] = sharding.trained_dtype
     if recipe.sharding.compile:
         # Every block unit is compiled by itself.
         parts["compiled"] = wrapping

@@ -36,6 +36,8 @@ def describe(file: RunFile) -> DescribedRun:
     fsdp, sharding = _fsdp(read)
     read.problems.extend(_refusals(read, adapter))
     stored: str | None = "fp32" if adapter else base
+    if adapter and read.value("peft_autocast_adapter_dtype") is False and fsdp == "none":
+        stored = dtype  # loaders/adapter.py:368; under FSDP2 accelerate casts what trains to fp32
     if fsdp == 1:
         stored = "fp32"  # accelerate's preparation of FSDP1 upcasts what trains
     plugins = " ".join(map(str, _list(read.value("plugins")))).lower()
@@ -55,7 +57,7 @@ def describe(file: RunFile) -> DescribedRun:
         read.notes.append(
             "packing joins the micro-batch into one row of micro_batch_size x sequence_len tokens"
         )
-    read.use("lora_alpha", "peft_autocast_adapter_dtype")
+    read.use("lora_alpha")
     if read.raw("deepspeed"):
         read.notes.append(
             "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp_config with fsdp_version: 2"

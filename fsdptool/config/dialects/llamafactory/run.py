@@ -46,7 +46,8 @@ def describe(file: RunFile) -> DescribedRun:
     facts["fused_loss"] = "liger" if read.flag("enable_liger_kernel") and stage in ("pt", "sft") else "none"
     adapter = kind in ("lora", "oft")
     bits = read.whole("quantization_bit")
-    stored = "checkpoint" if pure or read.flag("use_badam") else "fp32"
+    # model/adapter.py:257 and :284 (0.9.5): peft casts adapters to fp32, whatever pure_bf16 says.
+    stored = "checkpoint" if (pure or read.flag("use_badam")) and not adapter else "fp32"
     optimizer = facts["optimizer"]
     for switch, name in _OPTIMIZERS.items():
         if read.flag(switch):
