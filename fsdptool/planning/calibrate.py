@@ -126,7 +126,7 @@ def calibrate(
         changes["communicator_bytes"] = communicator_bytes
     if not changes:
         raise PlanError(
-            "these runs have no measurements to calibrate from",
+            "the runs and traces have no measurements to calibrate from",
             help="train on GPUs with a prediction (fsdptool train), or give --context; traces need"
             " record_shapes and several large products, copies or collectives",
         )

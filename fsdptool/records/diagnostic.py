@@ -111,6 +111,7 @@ _FAMILIES: dict[str, RuleFamily] = {
     "RUN0": "failures",
     "RUN1": "failures",
     "RUN2": "failures",
+    "RUN3": "failures",
 }
 
 

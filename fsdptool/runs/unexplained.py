@@ -28,6 +28,7 @@ FIRST_FAILURE = "Root Cause (first observed failure)"
 _WRAPPERS = re.compile(
     r"ChildFailedError|CalledProcessError|CheckpointException|ProcessRaisedException|ProcessExitedException"
     r"|RayTaskError|RayActorError|ActorDiedError|WorkerCrashedError|See root cause above|Engine core init"
+    r"|EngineDeadError|DatasetGenerationError|RemoteTraceback"
     r"|Caught \w+ in |exited unexpectedly|SystemExit|KeyboardInterrupt|SignalException|non-zero exit status"
     r"| raised:$|DistBackendError|unexpected pos \d+ vs|InternalTorchDynamoError: $"
 )
