@@ -77,7 +77,7 @@ def ended_early(end: EarlyEnd) -> Diagnostic:
     return Diagnostic(
         "PLN018",
         "warning" if end.interrupted else "info",
-        f"the search {why}, after {end.evaluated} of {end.of}: another configuration may be better",
+        f"the search {why}, after {end.evaluated} of up to {end.of}: another configuration may be better",
         help=None if end.interrupted else "leave out --quick to look for the fastest",
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdptool.errors import ConfigError
@@ -19,7 +19,7 @@ from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor
 from fsdptool.planning.verdict import HEADROOM
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component
-from fsdptool.runs.work import Countdown, left_text
+from fsdptool.runs.work import Countdown
 
 Progress = Callable[[str], None]
 
@@ -35,9 +35,16 @@ _PROGRESS_SECONDS = 0.5
 """Least time between two lines of progress."""
 
 
+Part = tuple[int, str, int]
+"""A part of a search: the cluster, what is divided, and over how many ranks."""
+
+
 @dataclass(slots=True)
 class Watch:
     """Tells how a search gets on, and ends it early.
+
+    Configurations are counted over all parts of the search. Whether a part is needed is known when those
+    before it have been evaluated, so the total is the most that it can be, until the last part.
 
     Attributes:
         progress: Called with a line of progress from time to time.
@@ -54,27 +61,49 @@ class Watch:
     ended: EarlyEnd | None = None
     _best: Candidate | None = None
     _told: float = field(default_factory=time.monotonic)
+    _ahead: dict[Part, int] = field(default_factory=dict)
+    _finished: int = 0
+    _size: int = 0
+    _countdown: Countdown = field(default_factory=lambda: Countdown(None))
 
-    def evaluating(self, number: int, total: int, countdown: Countdown) -> None:
-        """Say which configuration is evaluated, and how good the best one is so far."""
+    def expect(self, parts: Mapping[Part, int]) -> None:
+        """Take note of the parts that there may be, in their order, and their numbers of configurations."""
+        self._ahead = dict(parts)
+
+    def begin(self, part: Part, size: int) -> None:
+        """Take note that a part begins: those that were to come before it are left out."""
+        if part in self._ahead:
+            passed = list(self._ahead).index(part) + 1
+            self._ahead = dict(list(self._ahead.items())[passed:])
+        self._finished += self._size
+        self._size = size
+        self._countdown.total = self._total
+
+    @property
+    def _total(self) -> int:
+        return self._finished + self._size + sum(self._ahead.values())
+
+    def evaluating(self, number: int) -> None:
+        """Say which configuration of the part is evaluated, and how good the best one is so far."""
+        left = self._countdown.left(self._finished + number)
         if self.progress is None or time.monotonic() - self._told < _PROGRESS_SECONDS:
             return
         self._told = time.monotonic()
         best = ""
         if self._best is not None and self._best.step_seconds is not None:
             best = f", best that fits: {elapsed(self._best.step_seconds)} per step"
-        self.progress(
-            f"evaluated {number} of {total} configurations{best}{left_text(countdown.left(number))}"
-        )
+        total, most = (f"up to {self._total}", "at most ") if self._ahead else (str(self._total), "")
+        time_left = f", {most}{elapsed(left)} left" if left is not None else ""
+        self.progress(f"evaluated {self._finished + number} of {total} configurations{best}{time_left}")
 
-    def ends(self, candidate: Candidate, number: int, total: int) -> bool:
-        """Return whether the search ends with a candidate, the last of ``number`` of ``total``."""
+    def ends(self, candidate: Candidate, number: int) -> bool:
+        """Return whether the search ends with a candidate, the ``number``-th of its part."""
         fits = candidate.rejected_by is None and roomy(candidate)
         if fits and (self._best is None or merit(candidate, self.prefer) > merit(self._best, self.prefer)):
             self._best = candidate
         interrupted = self.stop is not None and self.stop()
         if interrupted or (self.first and fits):
-            self.ended = EarlyEnd(interrupted, number, total)
+            self.ended = EarlyEnd(interrupted, self._finished + number, self._total)
         return self.ended is not None
 
 
@@ -103,11 +132,13 @@ def run_search(
     bounds = Bounds(estimator, inputs, active=bounded and not inputs.optimal_checkpointing)
     replays: _Replays = {}
     watch = Watch(progress, stop, first=inputs.search == "first", prefer=inputs.prefer)
+    watch.expect(_parts(estimator, inputs, requested))
     for point in requested:
         name = "requested" if len(requested) == 1 else f"requested{point.cluster}"
         requested_ids.append(name)
         before = len(candidates)
-        own = _evaluate(bounds, inputs, point, (name, before), watch=watch)
+        watched = watch, (point.cluster, "nothing", 1)
+        own = _evaluate(bounds, inputs, point, (name, before), watched=watched)
         if inputs.search != "none" and watch.ended is None:
             divided = _divide(bounds, inputs, point, own, before + len(own), watch)
             if not divided and watch.ended is None:
@@ -145,7 +176,7 @@ def _evaluate(
     tensor: Sequence[int] = (),
     *,
     without: Collection[str] = (),
-    watch: Watch,
+    watched: tuple[Watch, Part],
 ) -> list[Candidate]:
     """Evaluate the configurations around a point.
 
@@ -157,31 +188,15 @@ def _evaluate(
             already.
         tensor: Tensor-parallel sizes other than the point's, which is then left out; empty: the point's.
         without: Checkpointing policies to leave out.
-        watch: Told of each configuration; may end the search.
+        watched: Who is told of each configuration and may end the search, and which part of it this is.
     """
     estimator, cluster = bounds.estimator, inputs.clusters[point.cluster]
     machine = inputs.machines[point.cluster]
-    space = [point]
-    if inputs.search != "none":
-        around = enumerate_space(
-            point,
-            cluster,
-            estimator.anatomy,
-            fixed=inputs.fixed,
-            wide=inputs.search == "wide",
-            sequence_length=inputs.recipe.batch.sequence_length,
-            hardware=cluster.gpu is not None,
-            kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
-            tensor=tensor,
-        )
-        space = [
-            option
-            for option in around
-            if (not tensor or option.tp in tensor) and option.checkpointing not in without
-        ]
+    space = [s for s in _space(estimator, inputs, point, tensor) if s.checkpointing not in without]
+    watch, part = watched
+    watch.begin(part, len(space))
     name, before = names
     failed: set[tuple[int, int]] = set()
-    countdown = Countdown(len(space))
     found: dict[int, Candidate] = {}
     # The requested one comes first, whatever it needs: others are bounded by what its trace shows.
     order = [place for place in range(len(space)) if name and space[place] == point]
@@ -190,7 +205,7 @@ def _evaluate(
         option = space[place]
         if (option.cp, option.tp) in failed:
             continue
-        watch.evaluating(number + 1, len(space), countdown)
+        watch.evaluating(number + 1)
         try:
             if name and option == point:
                 found[place] = estimator.candidate(name, option, cluster, machine)
@@ -202,13 +217,52 @@ def _evaluate(
                 raise
             failed.add((option.cp, option.tp))
             continue
-        if watch.ends(found[place], number + 1, len(space)) and number + 1 < len(order):
+        if watch.ends(found[place], number + 1) and number + 1 < len(order):
             break
     ordered = [found[place] for place in sorted(found)]
     return [
         replace(candidate, id=name if name and candidate.settings == point else f"c{before + count:04d}")
         for count, candidate in enumerate(ordered)
     ]
+
+
+def _space(
+    estimator: Estimator, inputs: PlanInputs, point: SearchPoint, tensor: Sequence[int] = ()
+) -> list[SearchPoint]:
+    """Return the configurations around a point, which has itself alone where nothing is searched."""
+    if inputs.search == "none":
+        return [point]
+    cluster = inputs.clusters[point.cluster]
+    around = enumerate_space(
+        point,
+        cluster,
+        estimator.anatomy,
+        fixed=inputs.fixed,
+        wide=inputs.search == "wide",
+        sequence_length=inputs.recipe.batch.sequence_length,
+        hardware=cluster.gpu is not None,
+        kernels=optimizer_spec(inputs.recipe.optimizer).kernels,
+        tensor=tensor,
+    )
+    return [option for option in around if not tensor or option.tp in tensor]
+
+
+def _parts(estimator: Estimator, inputs: PlanInputs, requested: Sequence[SearchPoint]) -> Mapping[Part, int]:
+    """Return the parts that a search may have, in their order, and the most configurations of each."""
+    parts: dict[Part, int] = {}
+    count = experts_of(estimator.anatomy.parameters)
+    for point in requested:
+        index, cluster = point.cluster, inputs.clusters[point.cluster]
+        parts[index, "nothing", 1] = len(_space(estimator, inputs, point))
+        if inputs.search == "none":
+            continue
+        for size in expert_sizes(point, cluster, inputs.fixed, count):
+            divided = _with_experts(point, size, inputs.fixed)
+            parts[index, "experts", size] = len(_space(estimator, inputs, divided))
+        if sizes := tensor_sizes(point, cluster, inputs.fixed):
+            whole = point if "ep" in inputs.fixed else replace(point, ep=1)
+            parts[index, "layers", 0] = len(_space(estimator, inputs, whole, sizes))
+    return parts
 
 
 EXPOSED = 0.1
@@ -266,7 +320,8 @@ def _divide(
             continue
         names = "", before + len(added)
         outgrown = _outgrown(whole, around)
-        found = _evaluate(bounds, around, divided, names, without=outgrown, watch=watch)
+        part = watch, (point.cluster, "experts", size)
+        found = _evaluate(bounds, around, divided, names, without=outgrown, watched=part)
         added += found
         if watch.ended is not None:
             return added
@@ -297,7 +352,8 @@ def _divide(
     for sequence, sizes in divisible.items():
         names = "", before + len(added)
         start = replace(point, sequence_parallel=sequence)
-        added += _evaluate(bounds, inputs, start, names, sizes, watch=watch)
+        part = watch, (point.cluster, "layers", 0)
+        added += _evaluate(bounds, inputs, start, names, sizes, watched=part)
         if watch.ended is not None:
             break
     return added

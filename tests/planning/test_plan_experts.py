@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -96,14 +97,30 @@ def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) ->
     assert states[0] == pytest.approx(states[1], rel=0.05)
 
 
+def check_counts(told: list[str]) -> None:
+    """Check that all parts of a search are counted together: the total is what there may be at most."""
+    found = [re.match(r"evaluated (\d+) of (up to )?(\d+) configurations", line) for line in told]
+    steps = [(int(match[1]), bool(match[2]), int(match[3])) for match in found if match]
+    totals = [total for *_, total in steps]
+    assert [number for number, *_ in steps] == list(range(1, len(steps) + 1))
+    assert totals == sorted(totals, reverse=True)
+    assert steps[0][1]
+    assert steps[-1] == (len(steps), False, len(steps))
+
+
 @pytest.mark.slow
-def test_a_search_shares_out_experts_and_says_why_its_mesh_won(model: str) -> None:
+def test_a_search_shares_out_experts_and_says_why_its_mesh_won(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdptool.planning.search._PROGRESS_SECONDS", 0.0)
     given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
     fixed = (*given, "optimizer_implementation", "reshard_after_forward")
     for cp in (1, 2):
         options = Options(reference=model, gpu=GPU.name, gpus=8, nodes=2, sequence_length=TOKENS, cp=cp)
         inputs = dataclasses.replace(read_request(options).inputs, search="wide", fixed=(*fixed, "cp", "tp"))
-        plan = make_plan(Request(inputs))
+        told: list[str] = []
+        plan = make_plan(Request(inputs), progress=told.append)
+        check_counts(told)
         spread = [c for c in plan.candidates if c.settings.ep == 8]
         assert all(c.step_seconds for c in spread) and spread
         if cp > 1:

@@ -29,7 +29,7 @@ def test_a_quick_search_ends_at_the_first_configuration_that_fits() -> None:
     assert (quick.verdict, quick.chosen) == ("fits", "requested")
     assert len(quick.candidates) == 1 < len(whole.candidates)
     count = len(whole.candidates)
-    message = "the search ended at the first configuration that fits, after 1 of"
+    message = "the search ended at the first configuration that fits, after 1 of up to"
     assert [(severity, said.partition(f" {count}")[0]) for severity, said in ends(quick)] == [
         ("info", message)
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -161,6 +163,24 @@ def test_peft_loads_the_adapters_and_merging_gives_the_same(
     assert torch.allclose(
         logits(AutoModelForCausalLM.from_pretrained(merged.folder)), adapted, atol=1e-5, rtol=1e-5
     )
+
+
+def test_peft_finds_the_base_of_a_relative_path_from_any_folder(
+    llama_lora: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, run = llama_lora
+    moved = shutil.copytree(run, tmp_path / "run")
+    spec = json.loads((moved / "spec.json").read_text())
+    spec["folder"] = base.name
+    (moved / "spec.json").write_text(json.dumps(spec))
+    monkeypatch.chdir(base.parent)
+    folder = str(export_run(moved, tmp_path / "adapters").folder)
+    monkeypatch.chdir(tmp_path)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(folder)), logits(adapted))
 
 
 def sd3(folder: Path) -> Callable[[Any], torch.Tensor]:

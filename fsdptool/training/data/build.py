@@ -263,7 +263,7 @@ def with_counts(recipe: Recipe, spec: ModelSpec) -> Recipe:
 def _wanted(recipe: Recipe, spec: ModelSpec) -> Wanted:
     one, shared = _one_sample(recipe, spec)
     if spec.reference.kind == "import":
-        # The largest number among the example's is no bound.
+        # The largest number of an example is not a bound.
         one = tuple(dataclasses.replace(item, high=None) for item in one)
     return Wanted({item.name: item for item in one}, shared)
 

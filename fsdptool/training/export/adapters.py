@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.safetensors_writer import TensorEntry, write_stream
+from fsdptool.files.text import exists
 from fsdptool.modeling.methods.lora import (
     ADAPTER,
     adapter_config,
@@ -114,8 +115,10 @@ def write_adapters(
     """
     spec = inputs.spec
     config = adapter_config(inputs.recipe, family, spec.config).to_dict()
-    named_base = (spec.adapter or {}).get("base_model_name_or_path") or spec.reference.id
-    config |= {"inference_mode": True, "base_model_name_or_path": spec.folder or named_base}
+    base = spec.folder or (spec.adapter or {}).get("base_model_name_or_path") or spec.reference.id
+    if exists(Path(base)):
+        base = str(Path(base).absolute())  # whoever loads the adapters may do so in another folder
+    config |= {"inference_mode": True, "base_model_name_or_path": base}
     config["revision"] = spec.reference.revision
     if spec.library == "transformers":
         config["task_type"] = _task(spec.model_class, config["modules_to_save"] or ())
