@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from fsdptool.api.notebooks import notebook_progress
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.options import takes
 from fsdptool.planning.options import Options, as_arguments
@@ -174,7 +175,7 @@ class ShownComparison(Comparison):
 def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPlan:
     """Return the memory of every rank, whether it fits, and which configuration to run.
 
-    Needs no GPU and no weights.
+    Needs no GPU and no weights. In a notebook, a line below the cell shows how far the search is.
 
     Args:
         reference: The model: ``family:flavour``, a Hugging Face id, a folder or a ``config.json``.
@@ -193,7 +194,8 @@ def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPl
     if reference is not None:
         options["reference"] = reference
     try:
-        return _shown(ShownPlan, make_plan(read_request(options)))
+        with notebook_progress() as progress:
+            return _shown(ShownPlan, make_plan(read_request(options), progress=progress))
     except FsdptoolError as error:
         # Messages are written for the command line.
         advice = as_arguments(error.help) if error.help is not None else None
@@ -253,7 +255,8 @@ def detect(
         trust_remote_code=trust_remote_code,
         overrides=overrides,
     )
-    anatomy = inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
+    with notebook_progress():
+        anatomy = inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
     if spec.adapter is not None:
         from fsdptool.modeling.units import with_adapter
 

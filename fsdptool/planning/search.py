@@ -31,6 +31,9 @@ _FRONT, _REPLAYS = 4, 40
 where one choice after the other turns out too tight are there more than a handful."""
 
 
+_FIRST_SHARE = 0.05
+"""Share of a search after which its remaining time is told: the first configurations wait for traces."""
+
 _PROGRESS_SECONDS = 0.5
 """Least time between two lines of progress."""
 
@@ -85,16 +88,19 @@ class Watch:
 
     def evaluating(self, number: int) -> None:
         """Say which configuration of the part is evaluated, and how good the best one is so far."""
-        left = self._countdown.left(self._finished + number)
+        done, total = self._finished + number, self._total
+        left = self._countdown.left(done)
+        if done < _FIRST_SHARE * total:
+            left = None
         if self.progress is None or time.monotonic() - self._told < _PROGRESS_SECONDS:
             return
         self._told = time.monotonic()
         best = ""
         if self._best is not None and self._best.step_seconds is not None:
             best = f", best that fits: {elapsed(self._best.step_seconds)} per step"
-        total, most = (f"up to {self._total}", "at most ") if self._ahead else (str(self._total), "")
+        bound, most = ("up to ", "at most ") if self._ahead else ("", "")
         time_left = f", {most}{elapsed(left)} left" if left is not None else ""
-        self.progress(f"evaluated {self._finished + number} of {total} configurations{best}{time_left}")
+        self.progress(f"evaluated {done} of {bound}{total} configurations{best}{time_left}")
 
     def ends(self, candidate: Candidate, number: int) -> bool:
         """Return whether the search ends with a candidate, the ``number``-th of its part."""

@@ -78,7 +78,7 @@ def open_imported(
 
 
 def count_stream(data: Data, wanted: Wanted, *, seed: int, trusted: bool) -> int | None:
-    """Read a stream once and return its samples; None for data that are no stream, or whose number is given.
+    """Read a stream once and return its samples; None for datasets, or where the number is given.
 
     Raises:
         ConfigError: As :func:`open_imported`.
