@@ -53,8 +53,8 @@ class MicroBatchConditions:
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
         master: dtype trainable parameters are stored in.
         flash: Whether GPUs have flash attention.
-        recipe: What traces share that differ in their micro-batch only, or in how many ranks share out
-            experts; empty where it is not known.
+        recipe: What traces share that differ in their micro-batch only, or in how many ranks divide layers
+            or share out experts; empty where it is not known.
     """
 
     profile: Profile

@@ -32,15 +32,23 @@ class _Insertion:
         place: In the shallow trace; what is inserted there repeats the ``length`` tokens before it.
         shifted: The same place in the trace that is one period deeper.
         length: Tokens per period.
+        slack: By how many tokens it could come earlier, by what happens alone.
+        back: By how many of these it does.
     """
 
     place: int
     shifted: int
     length: int
+    slack: int = 0
+    back: int = 0
 
     def moved(self, back: int) -> _Insertion:
         """Return the same insertion so many tokens earlier."""
-        return replace(self, place=self.place - back, shifted=self.shifted - back)
+        return replace(self, place=self.place - back, shifted=self.shifted - back, back=back)
+
+    def inserted(self, what: Sequence[Any]) -> Sequence[Any]:
+        """Return what a period inserts, of what happens at the smaller depth."""
+        return what[self.place - self.length : self.place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +87,10 @@ class GrowthRule:
         keys, more = tuple(key for key, _ in first), tuple(key for key, _ in second)
         insertions: list[_Insertion] = []
         start = at = 0
-        for insertion, slack in _insertions(keys, more) or ():
+        for insertion in _insertions(keys, more) or ():
             # It can lie anywhere in what repeats by the tokens. Their numbers tell the first and the last
             # period from the others; in the middle, the ends are far away.
-            slack = min(slack, insertion.place - start)
+            slack = insertion.slack
             size = insertion.place - start + periods * insertion.length
             region = expected[at : at + size]
             for moved in sorted(range(slack + 1), key=lambda move: abs(2 * move - slack)):
@@ -110,6 +118,27 @@ class GrowthRule:
         if tuple(key for key, _ in first) != self.shallow or tuple(key for key, _ in second) != self.deep:
             return None
         return _written(shallow, _grown(first, second, self.insertions, periods))
+
+    def carried(self, shallow: Trace, deep: Trace) -> GrowthRule | None:
+        """Return the rule for a micro-batch with other loops outside its blocks, or None if it is another's.
+
+        The loss of a larger micro-batch takes more chunks. A period inserts the same, with the same freedom
+        to lie elsewhere, at places that have moved.
+
+        Args:
+            shallow: At the depth that the rule was learnt from, of any micro-batch.
+            deep: The same with one more period.
+        """
+        if _rest(shallow) != _rest(deep):
+            return None
+        keys, more = (tuple(key for key, _ in _tokens(trace, self.lists)) for trace in (shallow, deep))
+        found = _insertions(keys, more) or []
+        moved = [new.moved(old.back) for new, old in zip(found, self.insertions, strict=False)]
+        alike = len(found) == len(self.insertions) and all(
+            (new.length, new.slack, new.inserted(keys)) == (old.length, old.slack, old.inserted(self.shallow))
+            for new, old in zip(moved, self.insertions, strict=True)
+        )
+        return GrowthRule(self.lists, keys, more, tuple(moved)) if alike else None
 
 
 def _rest(trace: Trace) -> Trace:
@@ -172,18 +201,17 @@ def _operation(operation: Operation) -> _Token:
     return kind, (operation.flops, operation.bytes_moved, operation.head_size, operation.queries)
 
 
-def _insertions(shallow: Sequence[Any], deep: Sequence[Any]) -> list[tuple[_Insertion, int]] | None:
+def _insertions(shallow: Sequence[Any], deep: Sequence[Any]) -> list[_Insertion] | None:
     """Find where ``deep`` repeats what came just before it once more than ``shallow`` does.
 
     Returns:
-        Every insertion, as far back as it can be, and by how many tokens it may come earlier; None if
-        there are other differences.
+        Every insertion, as far back as it can be; None if there are other differences.
     """
     numbers: dict[Any, int] = {}
     first = [numbers.setdefault(key, len(numbers)) for key in shallow]
     second = [numbers.setdefault(key, len(numbers)) for key in deep]
-    insertions: list[tuple[_Insertion, int]] = []
-    place, here = 0, 0
+    insertions: list[_Insertion] = []
+    start = place = here = 0
     while True:
         same = _agreement(first, place, second, here)
         place, here = place + same, here + same
@@ -201,7 +229,8 @@ def _insertions(shallow: Sequence[Any], deep: Sequence[Any]) -> list[tuple[_Inse
         back = length
         while back < here and second[here - back - 1] == second[here - back - 1 + length]:
             back += 1
-        insertions.append((_Insertion(place, here, length), back - length))
+        insertions.append(_Insertion(place, here, length, min(back - length, place - start)))
+        start = place
         here += length
 
 

@@ -66,7 +66,12 @@ def run_trace(
     context = Context(conditions.sharing, 0, ring=conditions.ring) if split else None
     with mode, using(context):
         batch: dict[str, Any] = dict(share(fake_batch(specs, mode)))
-    recorder = SegmentRecorder([*model.parameters(), *model.buffers(), *batch.values()], conditions.profile)
+    recorder = SegmentRecorder(
+        [*model.parameters(), *model.buffers(), *batch.values()],
+        conditions.profile,
+        # A mode that follows values has to see each call.
+        mode if values is FollowedValues.NONE else None,
+    )
     hooks = ModuleHooks(recorder, conditions)
     compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     hooks.attach(model, fine=fine, opaque=compiled)

@@ -9,8 +9,9 @@ which makes that reliable (``torch/distributed/_tools/mem_tracker.py`` rests on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,16 +23,49 @@ from fsdptool.memory.tracing.operators import check_factors, copied_bytes, launc
 from fsdptool.records.checkpointing import selector_name
 from fsdptool.records.trace import KINDS, Marker, Operation, Profile, RecomputedCall, Segment, Trace
 
+if TYPE_CHECKING:
+    from fsdptool.memory.tracing.fake_mode import Answer, TracingMode
+
 _DEVICE = torch.ops.prim.device.default
+_LOGSUMEXP = torch.ops.aten.logsumexp
 _KIND = {name: index for index, name in enumerate(KINDS)}
 
 
-class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records segments while it is entered; enter it above the ``FakeTensorMode``."""
+@dataclass(slots=True)
+class _Call:
+    """What a call is and costs.
 
-    def __init__(self, known: Iterable[torch.Tensor], profile: Profile = "cuda") -> None:
+    Attributes:
+        name: Of the operator.
+        launches: Whether it runs a kernel where it returns new or changed memory.
+        mutable: Whether it writes to an argument.
+        copied: Bytes that its kernel allocates and frees again.
+        work: Bytes it moves, and the product or attention kernel it is; None where nobody has asked.
+    """
+
+    name: str
+    launches: bool
+    mutable: bool
+    copied: int
+    work: tuple[int, Operation | None] | None = None
+
+
+class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records segments while it is entered; enter it above the ``FakeTensorMode``.
+
+    Args:
+        known: Tensors that exist already.
+        profile: Whose kernels are meant.
+        fake: The mode right below, whose answers to repeated calls are taken without calling it; None
+            calls whatever is below.
+    """
+
+    def __init__(
+        self, known: Iterable[torch.Tensor], profile: Profile = "cuda", fake: TracingMode | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._profile = profile
+        self._fake = fake
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.sizes: list[int] = []
         self.kinds: list[int] = []
@@ -130,32 +164,46 @@ class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         before = self._sums.reusable(func, args)
         self._summed = None
-        out = func(*args, **(kwargs or {}))
-        if type(out) is torch.Tensor or isinstance(out, torch.Tensor):
+        kwargs = kwargs or {}
+        fake, answer = self._fake, None
+        asked = fake.asked(func, args, kwargs) if fake is not None else None
+        if fake is None or asked is None:
+            out = func(*args, **kwargs)
+        elif (answer := fake.recall(asked[0])) is not None:
+            out = fake.answered(answer, asked[1], args)
+        else:
+            out = func(*args, **kwargs)
+            fake.note(*asked, func, args, kwargs)
+        if type(out) is FakeTensor or isinstance(out, torch.Tensor):
             outputs: list[torch.Tensor] = [out]
+        elif answer is not None:
+            outputs = list(out)
         else:
             outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
-        fresh = False
+        known = self._known(answer, func, args)
         selector = self._count(func)
-        if func._overloadpacket is torch.ops.aten.logsumexp:
+        if func._overloadpacket is _LOGSUMEXP:
             # One operator here, but its kernels hold the exponentials (torch 2.13, ``logsumexp_out_impl``).
             self._fleeting(args[0].numel() * max(args[0].itemsize, 4), "logsumexp")
-        copied = copied_bytes(func, args, self._profile)
-        if copied and before is not None:
-            self._fleeting(copied, func._overloadpacket.__name__)  # a real run has no output beside it
+        if known.copied and before is not None:
+            self._fleeting(known.copied, known.name)  # a real run has no output beside it
+        fresh = False
         for tensor in outputs:
-            if tensor.untyped_storage()._cdata not in self._seen:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._seen:
                 fresh = True
-                self._track(tensor, func._overloadpacket.__name__, None)
-        if copied and before is None:
-            self._fleeting(copied, func._overloadpacket.__name__)
-        if (fresh or func._schema.is_mutable) and launches(func):
+                self._track(storage, known.name)
+        if known.copied and before is None:
+            self._fleeting(known.copied, known.name)
+        if known.launches and (fresh or known.mutable):
+            if known.work is None:
+                size = traffic(func, args, kwargs, outputs)
+                check_factors(func, args)
+                known.work = size, operation_of(func, args, kwargs, out, size)
+            size, operation = known.work
             moved = self._traffic[-1]
-            size = traffic(func, args, kwargs, outputs)
             moved[0] += size
             moved[1] += 1
-            check_factors(func, args)
-            operation = operation_of(func, args, kwargs or {}, out, size)
             number = self._compute(operation) if operation is not None else None
             if selector and fresh:
                 kept = sum(tensor.untyped_storage().nbytes() for tensor in outputs)
@@ -163,6 +211,20 @@ class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if before is not None:
             self._summed = (before.untyped_storage()._cdata, out.untyped_storage()._cdata)
         return out
+
+    def _known(self, answer: Answer | None, func: Any, args: Sequence[Any]) -> _Call:
+        """Return what a call costs: of a repeated one, what was computed before."""
+        known: _Call | None = answer.costs.get(self._profile) if answer is not None else None
+        if known is None:
+            known = _Call(
+                func._overloadpacket.__name__,
+                launches=launches(func),
+                mutable=func._schema.is_mutable,
+                copied=copied_bytes(func, args, self._profile),
+            )
+            if answer is not None:
+                answer.costs[self._profile] = known
+        return known
 
     def _compute(self, operation: Operation) -> int:
         number = self._operations.setdefault(operation, len(self._operations))
@@ -183,17 +245,13 @@ class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._counts[name] = self._counts.get(name, 0) + 1
         return f"{name}#{self._counts[name]}"
 
-    def _track(self, tensor: torch.Tensor, name: str, kind: str | None) -> None:
-        storage = tensor.untyped_storage()
+    def _track(self, storage: torch.UntypedStorage, name: str) -> None:
         key = storage._cdata
-        if key in self._seen:
-            return
         number = len(self.sizes)
-        if kind is None:
-            kind = self._phase
-            # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
-            if kind == "temporary" and torch.is_grad_enabled():
-                kind = "recomputed"
+        kind = self._phase
+        # Autograd runs backward without grad mode; checkpointing enters it to run forward again.
+        if kind == "temporary" and torch.is_grad_enabled():
+            kind = "recomputed"
         self.sizes.append(storage.nbytes())
         self.kinds.append(_KIND[kind])
         self.names.append(self._word(name))

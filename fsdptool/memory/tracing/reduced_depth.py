@@ -168,16 +168,17 @@ def _apply(
 ) -> tuple[GrowthRule, Trace | None]:
     """Return the trace at full depth by a rule, or by one learnt anew, with that rule; None if neither does.
 
-    The loss of another micro-batch may take another number of chunks, which the rule has not seen.
+    The loss of another micro-batch may take another number of chunks, which moves what blocks insert.
     """
     missing = missing_periods(deep.shortened)
     if missing is None:
         return rule, None
     periods = _DEEP - _SHALLOW + missing
     grown = rule.apply(shallow.trace, deep.trace, periods)
-    if grown is None and (other := _rule(attempts.at(_DEEPER), shallow, deep)) is not None:
-        return other, other.apply(shallow.trace, deep.trace, periods)
-    return rule, grown
+    if grown is not None:
+        return rule, grown
+    other = rule.carried(shallow.trace, deep.trace) or _rule(attempts.at(_DEEPER), shallow, deep)
+    return (rule, None) if other is None else (other, other.apply(shallow.trace, deep.trace, periods))
 
 
 def _rule(deeper: _Attempt, shallow: _Attempt, deep: _Attempt) -> GrowthRule | None:

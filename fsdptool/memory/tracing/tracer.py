@@ -86,8 +86,7 @@ def trace(
     from fsdptool.memory.tracing.make_trace import make_trace
 
     batch = {**parts["batch"], "micro_batch": None}
-    tp, ep = parts["tensor"]
-    alike = digest({**parts, "batch": batch, "tensor": [tp, ep > 1]})
+    alike = digest({**parts, "batch": batch, "tensor": [size > 1 for size in parts["tensor"]]})
     about = f"{spec.model_class} of {spec.reference.id}"
     with under_masks() if run.loop.masked or not run.flash else nullcontext():
         try:
