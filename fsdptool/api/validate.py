@@ -32,7 +32,6 @@ from fsdptool.options import (
 )
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
-from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
 from fsdptool.scripts import SCRIPTS
 from fsdptool.scripts.judge import mentions_fsdp
 from fsdptool.spelling import suggest_keywords
@@ -186,6 +185,8 @@ class Linter:
         return self.skip_unknown or self.settings(path).skip_unknown
 
     def _is_passed_over(self, path: Path) -> bool:
+        from fsdptool.runs.folder import is_run_folder
+
         folders = path.absolute().parents
         return self._skips_unknown(path) and any(is_run_folder(folder) for folder in folders)
 
@@ -423,6 +424,8 @@ def expand(
 def _configurations(
     folder: Path, excluded: Callable[[Path], bool], left_out: list[Path], suffixes: tuple[str, ...]
 ) -> Iterator[Path]:
+    from fsdptool.runs.folder import ACCELERATE, RECIPE, RUN, is_run_folder
+
     for place, folders, names in os.walk(folder):
         # Not entered at all: a repository's .git holds many times more files than the project.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _INSTALLED]

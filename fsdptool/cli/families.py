@@ -49,11 +49,11 @@ def command(
     if format is RowFormat.JSON:
         print_document(listed.document())
     elif format is RowFormat.TEXT:
-        from fsdptool.report.console.detection import print_families
+        from fsdptool.report.console.families import print_families
 
         print_families(listed)
     else:
-        from fsdptool.report.console.detection import print_family_rows
+        from fsdptool.report.console.families import print_family_rows
 
         print_family_rows(listed.body, "tsv" if format is RowFormat.TSV else "csv")
     return int(ExitCode.CLEAN)

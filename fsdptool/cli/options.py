@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -35,8 +35,10 @@ from fsdptool.options import (
     declared,
 )
 from fsdptool.records.annotations import Shape
-from fsdptool.records.config_documents import Loss
-from fsdptool.records.diagnostic import Answer
+
+if TYPE_CHECKING:
+    from fsdptool.records.config_documents import Loss
+    from fsdptool.records.diagnostic import Answer
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from fsdptool.families.bases.batches import SOURCES, stacked, time
 from fsdptool.families.bases.families import load_class, one_line, plain, quiet
 from fsdptool.families.objectives.common import unwrapped
 from fsdptool.families.protocol import Family, Objective, TensorSpec
-from fsdptool.source.vae import pixels_per_latent
 from fsdptool_diffusion.objectives import Epsilon, FlowMatching, VPrediction
 
 if TYPE_CHECKING:
@@ -164,6 +163,8 @@ class Denoiser(DiffusersFamily):
 
     def bind(self, spec: ModelSpec) -> Family:
         """Return the family for one model: with what its pipeline's VAE makes of pixels."""
+        from fsdptool.source.vae import pixels_per_latent
+
         pixels = pixels_per_latent(spec)
         if pixels is None:
             return self

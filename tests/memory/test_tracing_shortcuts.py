@@ -22,10 +22,11 @@ from fsdptool.memory.tracing.fake_mode import TracingMode
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import _pattern
 from fsdptool.memory.tracing.micro_batch import run_trace
+from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Batch, Lora, Method, ModelChoice, Recipe, Sharding
+from fsdptool.records.recipe import Batch, Lora, Method, ModelChoice, Objective, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Segment, Trace
 from fsdptool.source import resolve
@@ -66,10 +67,50 @@ def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("nothing_known")
 def test_shortcuts_find_what_torchs_own_cache_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = traced(1)
-    for name in ("_cache_key", "_get_output_tensor_from_cache_entry"):
+    replacements = {
+        "_cache_key": FakeTensorMode._cache_key,
+        "_get_output_tensor_from_cache_entry": FakeTensorMode._get_output_tensor_from_cache_entry,
+        "asked": lambda *_: None,
+    }
+    for name, replacement in replacements.items():
         with monkeypatch.context() as patch:
-            patch.setattr(TracingMode, name, getattr(FakeTensorMode, name))
+            patch.setattr(TracingMode, name, replacement)
             assert traced(1) == ours
+
+
+def test_repeated_answers_are_torchs_own_wherever_tensors_begin() -> None:
+    def recorded(*, repeated: bool) -> tuple[list[Any], Trace]:
+        draw, seen = random.Random(0), []
+        mode = TracingMode()
+        with mode:
+            base = torch.empty(10, 12, dtype=torch.bfloat16)
+        with mode, SegmentRecorder([base], fake=mode if repeated else None) as recorder:
+            part = base[2:, 1:]
+            for _ in range(60):
+                whole = draw.choice([base, part, base.t(), part[:, ::2], part.unsqueeze(1).squeeze(1)])
+                dim = draw.choice([0, 1, -1])
+                size = whole.shape[dim]
+                start, end = (draw.choice([None, draw.randint(-size - 2, size + 2)]) for _ in range(2))
+                cut = torch.ops.aten.slice.Tensor(whole, dim, start, end)
+                row = whole.select(dim, draw.randrange(-size, size))
+                found = [
+                    cut,
+                    row,
+                    cut.float(),
+                    cut + cut,
+                    cut.reshape(-1),
+                    row.expand(2, *row.shape),
+                    cut.mul_(2),
+                ]
+                seen += [(*map(tuple, (t.shape, t.stride())), t.storage_offset(), t.dtype) for t in found]
+        return seen, recorder.trace(profile="cuda", compute_dtype="bfloat16")
+
+    TracingMode._answers.clear()
+    torchs = recorded(repeated=False)
+    assert not TracingMode._answers
+    assert recorded(repeated=True) == torchs == recorded(repeated=True)
+    # Far fewer than there are calls: one for all places where a slice may begin.
+    assert 20 < sum(answer is not None for answer in TracingMode._answers.values()) < 300
 
 
 @pytest.mark.usefixtures("nothing_known")
@@ -172,19 +213,24 @@ def test_a_loss_over_all_layers_is_that_of_the_full_depth(name: str, monkeypatch
         recipe = Recipe(
             ModelChoice(reference, overrides=overrides),
             method=Method(method),
+            objective=Objective(options={"chunk": 64}),
             batch=Batch(micro_batch=micro_batch, sequence_length=64),
             sharding=Sharding(sequence_parallel=divided),
         )
         return trace(spec, resolve_run(recipe, settings), use_cache=False)
 
-    first, second = at(1), at(2)
+    first = at(2)
+    depths.clear()
+    second = at(4)
+    # Its loss takes four chunks, not two: the rule is carried to it.
+    assert len(depths) == 2
     assert max(depths) < 20
     assert any(isinstance(known, GrowthRule) for known in reduced_depth._extrapolates.values())
     assert not first.repeats and not second.repeats
     monkeypatch.setattr(reduced_depth, "_extrapolates", {})
     monkeypatch.setattr(reduced_depth, "_learn", lambda *_: False)
-    assert comparable(at(1)) == comparable(first)
-    assert comparable(at(2)) == comparable(second)
+    assert comparable(at(2)) == comparable(first)
+    assert comparable(at(4)) == comparable(second)
 
 
 LTX: dict[str, Any] = {
@@ -229,9 +275,9 @@ def test_gradients_summed_over_all_blocks_do_not_need_the_full_depth(monkeypatch
     assert pieces(reduced) == pieces(full)
 
 
-def stack(layers: int, size: Callable[[int], int]) -> Trace:
-    """Return a trace of layers that each keep a tensor, and of a stack of them that ``size`` measures."""
-    segments, sizes, events = [Segment("start", "")], [], []
+def stack(layers: int, size: Callable[[int], int], chunks: int = 0) -> Trace:
+    """Return a trace of chunks, of layers that each keep a tensor, and of a stack that ``size`` measures."""
+    segments, sizes, events = [Segment("start", ""), *[Segment("loss", "")] * chunks], [], []
     for layer in range(layers):
         sizes.append(64)
         segments.append(Segment("enter", f"layers.{layer}", (len(sizes),)))
@@ -258,6 +304,13 @@ def test_what_grows_linearly_is_predicted_and_nothing_else() -> None:
     assert rule is not None
     assert rule.apply(first, second, 37) == last
     assert rule.apply(first, replace(second, segments=second.segments[:-1]), 37) is None
+    assert rule.carried(first, second) == rule
+    shallow, deep, further = [stack(layers, lambda n: 32 * n, chunks=5) for layers in (3, 4, 40)]
+    carried = rule.carried(shallow, deep)
+    assert rule.apply(shallow, deep, 37) is None and carried is not None
+    assert carried.apply(shallow, deep, 37) == further
+    twice = [replace(trace, segments=(*trace.segments, *trace.segments[1:-1])) for trace in (shallow, deep)]
+    assert rule.carried(*twice) is None
     first, second, third, last = quadratic
     assert GrowthRule.learn(first, second, third, 3, ["layers"]) is None
 

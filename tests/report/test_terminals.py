@@ -19,7 +19,8 @@ from fsdptool.records.diagnostic import read_answer
 from fsdptool.records.family_documents import FamilyList
 from fsdptool.records.run import Summary
 from fsdptool.report.console import tables
-from fsdptool.report.console.detection import print_detect, print_families
+from fsdptool.report.console.detection import print_detect
+from fsdptool.report.console.families import print_families
 from fsdptool.report.console.plan import print_comparison, print_plan
 from fsdptool.report.console.tables import cell_len, print_command, print_lines, wrap_line
 from fsdptool.report.console.train import closing_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdptool import spelling
 from fsdptool.config.canonical import settings_from
@@ -16,10 +16,12 @@ from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import amount
 from fsdptool.records.anatomy import Anatomy
-from fsdptool.records.cluster import Gpu
 from fsdptool.records.diagnostic import Edit, Example, Rule
 from fsdptool.records.recipe import Layout
 from fsdptool.records.sharding import FsdpSettings
+
+if TYPE_CHECKING:
+    from fsdptool.records.cluster import Gpu
 
 MODEL = (
     Rule("FSD401", "wrap class absent from the model", "error",

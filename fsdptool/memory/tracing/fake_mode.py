@@ -48,11 +48,11 @@ _RELATIVE_VIEWS = frozenset(
         _ATEN.unsqueeze.default,
     }
 )
-"""Views that begin in their argument's memory where the argument does, or a fixed number of elements later."""
+"""Views that begin where their argument begins in its memory, or a fixed number of elements later."""
 
 
 @dataclass(slots=True)
-class Answer:
+class KnownCall:
     """What one operator returns for one set of arguments, whichever tensors these are.
 
     Attributes:
@@ -79,7 +79,7 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """
 
     _known_keys: ClassVar[dict[tuple[Any, ...], Any]] = {}
-    _answers: ClassVar[dict[tuple[Any, ...], Answer | None]] = {}
+    _answers: ClassVar[dict[tuple[Any, ...], KnownCall | None]] = {}
     _kept: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         key = self._short(func, args, kwargs, placed=False)
         return None if key is None else (key, later)
 
-    def recall(self, key: Any) -> Answer | None:
+    def recall(self, key: Any) -> KnownCall | None:
         """Return the answer to a call of :meth:`asked` if it was noted."""
         return self._answers.get(key)
 
@@ -142,7 +142,8 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if key in self._answers:
             return
         short = self._short(_VIEW if func is _UNSAFE_VIEW else func, args, kwargs)
-        entry = FakeTensorMode.cache.get(self._known_keys.get(short))
+        torchs = self._known_keys.get(short) if short is not None else None
+        entry: Any = FakeTensorMode.cache.get(torchs) if torchs is not None else None
         found = getattr(entry, "output_infos", ())
         if not found or not all(self._is_usual(output) for output in found):
             self._answers[key] = None
@@ -153,9 +154,9 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             else (output, output.metadata.storage_offset - args[output.view_idx].storage_offset() - later)
             for output in found
         )
-        self._answers[key] = Answer(func, outputs, entry.is_output_tuple)
+        self._answers[key] = KnownCall(func, outputs, entry.is_output_tuple)
 
-    def answered(self, answer: Answer, later: int, args: Sequence[Any]) -> Any:
+    def answered(self, answer: KnownCall, later: int, args: Sequence[Any]) -> Any:
         """Return what an operator returns, without calling it."""
         made = [
             self._made(
@@ -207,9 +208,7 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             key = self._known_keys[short] = super()._cache_key(state, func, args, kwargs)
         return key
 
-    def _get_output_tensor_from_cache_entry(
-        self, state: Any, entry: Any, key: Any, *call: Any
-    ) -> FakeTensor | None:
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
         """Make the output that an answer describes, in one step where torch 2.13 takes several.
 
         ``call`` is the operator and its arguments; torch 2.15 passes the arguments alone.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -55,6 +57,53 @@ def shorten(model: nn.Module, periods: int) -> tuple[Shortened, ...]:
     for path, blocks, signatures in list(_lists(model, "")):
         shortened += _shorten_list(model, path, blocks, signatures, periods)
     return tuple(shortened)
+
+
+def repeats(model: nn.Module) -> bool:
+    """Return whether a model has a list that :func:`shorten` cuts to four periods."""
+    return any(True for _ in _lists(model, ""))
+
+
+@contextmanager
+def shortened_to(model: nn.Module, periods: int | None) -> Iterator[tuple[Shortened, ...]]:
+    """Cut a model to so many periods, if any, for a run that may change it; then give it back as it was.
+
+    Every module that runs gets its parameters, buffers, hooks and other attributes back, and every
+    configuration and list its entries.
+    """
+    lists = [
+        (parent._modules, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, nn.ModuleList)
+    ]
+    configurations = {
+        id(config): vars(config)
+        for module in model.modules()
+        if hasattr(config := getattr(module, "config", None), "__dict__")
+    }
+    kept = [_contents(attributes) for attributes in configurations.values()]
+    try:
+        cuts = shorten(model, periods) if periods is not None else ()
+        kept += [_contents(vars(module)) for module in model.modules()]
+        yield cuts
+    finally:
+        for attributes, values, containers in kept:
+            attributes.clear()
+            attributes.update(values)
+            for container, content in containers:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
+        for modules, name, child in lists:
+            modules[name] = child
+
+
+def _contents(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]:
+    """Return attributes, their values, and the content of those that are dictionaries or lists."""
+    containers = [
+        (value, value.copy()) for value in attributes.values() if type(value) in (dict, OrderedDict, list)
+    ]
+    return attributes, dict(attributes), containers
 
 
 def _shorten_list(

@@ -9,7 +9,7 @@ which makes that reliable (``torch/distributed/_tools/mem_tracker.py`` rests on 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from fsdptool.records.checkpointing import selector_name
 from fsdptool.records.trace import KINDS, Marker, Operation, Profile, RecomputedCall, Segment, Trace
 
 if TYPE_CHECKING:
-    from fsdptool.memory.tracing.fake_mode import Answer, TracingMode
+    from fsdptool.memory.tracing.fake_mode import KnownCall, TracingMode
 
 _DEVICE = torch.ops.prim.device.default
 _LOGSUMEXP = torch.ops.aten.logsumexp
@@ -165,19 +165,9 @@ class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._sums.reusable(func, args)
         self._summed = None
         kwargs = kwargs or {}
-        fake, answer = self._fake, None
-        asked = fake.asked(func, args, kwargs) if fake is not None else None
-        if fake is None or asked is None:
-            out = func(*args, **kwargs)
-        elif (answer := fake.recall(asked[0])) is not None:
-            out = fake.answered(answer, asked[1], args)
-        else:
-            out = func(*args, **kwargs)
-            fake.note(*asked, func, args, kwargs)
-        if type(out) is FakeTensor or isinstance(out, torch.Tensor):
+        out, answer = self._ask(func, args, kwargs)
+        if isinstance(out, torch.Tensor):
             outputs: list[torch.Tensor] = [out]
-        elif answer is not None:
-            outputs = list(out)
         else:
             outputs = [leaf for leaf in tree_iter(out) if isinstance(leaf, torch.Tensor)]
         known = self._known(answer, func, args)
@@ -212,7 +202,20 @@ class SegmentRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._summed = (before.untyped_storage()._cdata, out.untyped_storage()._cdata)
         return out
 
-    def _known(self, answer: Answer | None, func: Any, args: Sequence[Any]) -> _Call:
+    def _ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, KnownCall | None]:
+        """Return what an operator returns, and the answer of the fake mode if it is a repeated one."""
+        fake = self._fake
+        asked = fake.asked(func, args, kwargs) if fake is not None else None
+        if fake is None or asked is None:
+            return func(*args, **kwargs), None
+        answer = fake.recall(asked[0])
+        if answer is not None:
+            return fake.answered(answer, asked[1], args), answer
+        out = func(*args, **kwargs)
+        fake.note(*asked, func, args, kwargs)
+        return out, None
+
+    def _known(self, answer: KnownCall | None, func: Any, args: Sequence[Any]) -> _Call:
         """Return what a call costs: of a repeated one, what was computed before."""
         known: _Call | None = answer.costs.get(self._profile) if answer is not None else None
         if known is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from torch import nn
 
 from fsdptool.memory.tracing.compiled_blocks import UncompiledBlockError
-from fsdptool.memory.tracing.early_cut import Described, Make, described, make_cut
+from fsdptool.memory.tracing.early_cut import Described, Make, make_cut
 from fsdptool.memory.tracing.fake_tensors import BY_VALUE, FollowedValues, MicroBatchConditions
 from fsdptool.memory.tracing.growth import GrowthRule
 from fsdptool.memory.tracing.layer_extrapolation import (
@@ -17,7 +18,8 @@ from fsdptool.memory.tracing.layer_extrapolation import (
     inner,
     lengthened,
     missing_periods,
-    shorten,
+    repeats,
+    shortened_to,
     verified,
 )
 from fsdptool.memory.tracing.micro_batch import run_trace
@@ -50,7 +52,10 @@ class _Attempt:
 
 
 class _Attempts:
-    """Traces one micro-batch at any depth. See :func:`trace_at_depth`."""
+    """Traces one micro-batch at any depth. See :func:`trace_at_depth`.
+
+    A model is built once: each run is given the blocks of its depth, and leaves the model as it was.
+    """
 
     def __init__(
         self,
@@ -67,33 +72,45 @@ class _Attempts:
         self._specs = specs
         self._conditions = conditions
         self._values = values
+        self._built: nn.Module | None = None
+        self._cut: tuple[nn.Module, tuple[Shortened, ...]] | None = None
+        if whole is None:
+            self._built = make(None)
+            self.repeats = repeats(self._built)
+        else:
+            model, cuts = self._cut = make_cut(make, _DEEP, whole)
+            self._built = None if cuts else model
+            self.repeats = bool(cuts)
 
-    def cut(self, periods: int | None) -> tuple[nn.Module, tuple[Shortened, ...]]:
-        """Build a model of so many periods; None is the full depth."""
-        if periods is not None and self._whole is not None:
-            return make_cut(self._make, periods, self._whole)
-        model = self._make(None)
-        self._whole = described(model)
-        return model, shorten(model, periods) if periods is not None else ()
-
-    def at(
-        self, periods: int | None, start: tuple[nn.Module, tuple[Shortened, ...]] | None = None
-    ) -> _Attempt:
-        """Trace at a depth; ``start`` is what :meth:`cut` returned for it."""
-        model, shortened = start or self.cut(periods)
+    def at(self, periods: int | None) -> _Attempt:
+        """Trace at a depth; None is the full depth."""
         try:
-            return _Attempt(self._run(model, fine=True), shortened)
+            return self._run(periods, fine=True)
         except RuntimeError as error:
             if "view" not in str(error) or ("in-place" not in str(error) and "inplace" not in str(error)):
                 raise
             # A module edits its input in place, which hooks inside blocks forbid.
-            model, shortened = self.cut(periods)
-            return _Attempt(self._run(model, fine=False), shortened)
+            return self._run(periods, fine=False)
 
-    def _run(self, model: nn.Module, *, fine: bool) -> Trace:
-        return run_trace(
-            model, self._micro_loss, self._specs, self._conditions, fine=fine, values=self._values
-        )
+    def _run(self, periods: int | None, *, fine: bool) -> _Attempt:
+        with self._lent(periods) as (model, shortened):
+            traced = run_trace(
+                model, self._micro_loss, self._specs, self._conditions, fine=fine, values=self._values
+            )
+        return _Attempt(traced, shortened)
+
+    @contextmanager
+    def _lent(self, periods: int | None) -> Iterator[tuple[nn.Module, tuple[Shortened, ...]]]:
+        """Yield a model of so many periods; None is the full depth."""
+        if self._whole is not None and periods is not None:
+            cut, self._cut = self._cut, None
+            yield cut if cut is not None and periods == _DEEP else make_cut(self._make, periods, self._whole)
+            return
+        # After a failure a run may have left anything.
+        model, self._built = self._built or self._make(None), None
+        with shortened_to(model, periods) as cuts:
+            yield model, cuts
+        self._built = model
 
 
 def trace_at_depth(
@@ -118,18 +135,17 @@ def trace_at_depth(
         specs: The micro-batch.
         conditions: How it is computed.
         values: Which values to follow.
-        whole: The parameters at full depth, if they are known; else the first model that is made is cut last.
+        whole: The parameters at full depth, if models are to be cut while they are built; else one is built.
     """
     attempts = _Attempts(make, micro_loss, specs, conditions, values, whole)
-    built = attempts.cut(_DEEP)
-    if not built[1]:
-        return attempts.at(None, built).trace
+    if not attempts.repeats:
+        return attempts.at(None).trace
     known = _extrapolates.get((conditions, values))
     if known is False:
         return attempts.at(None).trace
     try:
         shallow = attempts.at(_SHALLOW) if known is None or isinstance(known, GrowthRule) else None
-        deep = attempts.at(_DEEP, built)
+        deep = attempts.at(_DEEP)
         if known is None and shallow is not None:
             known = _learn(attempts, shallow, deep)
         grown = None
