@@ -21,19 +21,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.conformal import PUBLISHED
-from fsdptool.planning.hardware import find_gpu
+from fsdptool.planning.hardware import all_entries, find_gpu
 from fsdptool.planning.memory_range import PublishedPeak, reserved_spread
 from fsdptool.planning.throughput_range import Division, PublishedError, generation_of, throughput_range
+from fsdptool.records.cluster import Gpu
 from fsdptool.records.diagnostic import library_versions, tool_version
-from fsdptool.records.plan import Candidate
+from fsdptool.records.fused_loss import NamedLoss
+from fsdptool.records.plan import Assumption, Candidate
 
 HERE = Path(__file__).parent
 ROWS = HERE / "published.jsonl"
 GPUS = HERE / "published_gpus.yaml"
+UNDECIDED = HERE / "undecided.json"
 RESULTS = HERE.parent / "results" / "planning_published.json"
 DOCS = HERE.parents[1] / "docs" / "explanation" / "published.md"
 BLOCK = re.compile(r"(<!-- published -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -331,7 +334,36 @@ def table() -> str:
     lines += ["", "Rows that miss by more than 5 % in memory or 20 % in throughput:", ""]
     lines += ["| row | what is known |", "|---|---|"]
     lines += [f"| `{row['id']}` | {row['miss']} |" for row in read_rows() if "miss" in row]
+    lines += ["", "What no row decides:", "", *(f"- {item}" for item in undecided())]
     return "\n".join(lines) + "\n"
+
+
+def undecided() -> Iterator[str]:
+    """Yield what plans assume and no published row measured."""
+    rows = read_rows()
+    timed = [row for row in rows if row["published"]["throughput"] is not None]
+    assumed = {name for row in timed for name in row["options"].get("assume", ())}
+    losses = {row["options"].get("loss") for row in rows}
+    without = [f"`--assume {name}`" for name in get_args(Assumption) if name not in assumed]
+    without += [f"`--loss {name}`" for name in get_args(NamedLoss) if name not in losses]
+    if without:
+        yield f"No row ran {', '.join(without)}."
+    gpus = [
+        find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu for row in timed if not row.get("gpu_unknown")
+    ]
+    products = {gpu.name.rpartition("-")[0] or gpu.name for gpu in gpus}
+    generations = {generation_of(gpu) for gpu in gpus}
+    missing = [entry.gpu for entry in all_entries() if generation_of(entry.gpu) not in generations]
+    yield f"Throughput was published for {len(products)} products, and of no GPU like {_names(missing)}."
+    largest = max(row["gpus"] for row in timed)
+    yield f"No row has more than {largest} GPUs: latencies of larger groups are extrapolated."
+    yield from json.loads(UNDECIDED.read_text(encoding="utf-8"))["facts"]
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    """Return each generation with an example."""
+    examples = {generation_of(gpu): gpu.name for gpu in reversed(gpus)}
+    return ", ".join(f"{name} ({example})" for name, example in sorted(examples.items()))
 
 
 def _coverage_lines(name: str, judged: Mapping[str, Any]) -> Iterator[str]:

@@ -12,16 +12,18 @@ from fsdptool.layout.sites import experts_of
 from fsdptool.memory.simulation.collectives import DEVICES, ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.memory.simulation.off_step import States, least_bytes, rank_states
+from fsdptool.memory.simulation.program import traced_path
 from fsdptool.memory.simulation.simulate import hold_units, without_gradient
 from fsdptool.modeling.compilation import decide_compilation
 from fsdptool.modeling.fused_loss import decide_fused_loss
 from fsdptool.modeling.objective import objective_for
 from fsdptool.planning.assembly import assemble
 from fsdptool.planning.expert_time import exchange_seconds, make_all_to_all
+from fsdptool.planning.fused_kernels import fused_shares
 from fsdptool.planning.hardware import expands, machine_for, workspaces
 from fsdptool.planning.measured_kernels import on_device, timed_device
 from fsdptool.planning.notes import CONTEXT_PARALLEL, EXPERT_PARALLEL, TENSOR_PARALLEL, assumed_note
-from fsdptool.planning.operator_time import peak_flops
+from fsdptool.planning.operator_time import Float8Scaling, peak_flops
 from fsdptool.planning.overlap import Stage, make_ring
 from fsdptool.planning.reserved_peaks import ReservedPeaks
 from fsdptool.planning.search_point import at_point, point_of
@@ -230,6 +232,11 @@ class Estimator:
         compiled = run.recipe.sharding.compile or "compile" in assumed
         float8 = compiled and (run.settings.mixed_precision == "fp8" or "float8" in assumed)
 
+        scaling: Float8Scaling = (
+            "row" if "float8_rowwise" in assumed else "block" if "mxfp8" in assumed else "tensor"
+        )
+        fused = fused_shares(self._as_trained().anatomy, assumed)
+
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
             grouping = (point.layout, point.wrap_policy, point.wrap_classes)
@@ -237,15 +244,20 @@ class Estimator:
             key = (name, *grouping, *divided, work_key, gpu.name, machine.name)
             wide = stacked_modules(plan, whole) if float8 else None
             if key not in self._costs:
-                products = product_seconds(whole, gpu, machine, wide=wide)
-                costs = module_costs(whole, gpu, machine, compiled=compiled, products=products)
+                products = product_seconds(whole, gpu, machine, wide=wide, scaling=scaling)
+                own = {traced_path(path, whole.repeats): share for path, share in fused.items()}
+                costs = module_costs(whole, gpu, machine, compiled=compiled, products=products, fused=own)
                 self._costs[key] = unit_costs(costs, whole.repeats, plan)
             shared = None
             if point.cp > 1:
                 shared = unit_bytes(exchanged_bytes(part), part.repeats, plan)
             sums: list[Sequence[ModuleSeconds]] = []
             if point.tp > 1:
-                hiding = product_seconds(part, gpu, machine, wide=wide) if "async_tp" in assumed else None
+                hiding = (
+                    product_seconds(part, gpu, machine, wide=wide, scaling=scaling)
+                    if "async_tp" in assumed
+                    else None
+                )
                 sums.append(unit_costs(summed_seconds(part, group, hiding), part.repeats, plan))
             if point.ep > 1:
                 waits = ("all-to-alls", point.cluster, point.cp, *key)

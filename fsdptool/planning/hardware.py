@@ -224,24 +224,18 @@ def _with_rates(row: Machine, gpu: Gpu | None, said: frozenset[str] | None) -> M
         return row
     names = _tokens(gpu.name)
     fields = next(item for item in _architectures() if any(_tokens(name) <= names for name in item["gpus"]))
-    fields = {**fields, **_product_rates(names, fields["source"])}
-    changes = {key: value for key, value in fields.items() if key not in ("gpus", "links", "source")}
+    product: dict[str, Any] = next(
+        (item for item in _rates()["products"] if any(_tokens(name) <= names for name in item["gpus"])), {}
+    )
+    sources = {**fields["sources"], **product.get("sources", {})}
+    fields = {**fields, **product}
+    changes = {key: value for key, value in fields.items() if key not in ("gpus", "links", "sources")}
     changes["attention"] = tuple(AttentionRate(**rate) for rate in fields["attention"])
     if said is not None:
         return replace(row, **{key: value for key, value in changes.items() if key not in said})
     changes |= fields.get("links", {}).get(gpu.link, {})
-    return replace(row, source=f"{row.source}; {fields['architecture']}: {fields['source']}", **changes)
-
-
-def _product_rates(names: frozenset[str], source: str) -> dict[str, Any]:
-    """Return the rates that were measured on the product itself, with their source after its generation's.
-
-    Products of one generation differ in power limit and sustained clock.
-    """
-    for item in _rates()["products"]:
-        if any(_tokens(name) <= names for name in item["gpus"]):
-            return {**item, "source": f"{source}; {item['gpus'][0]}: {item['source']}"}
-    return {}
+    told = "; ".join(f"{key}: {text}" for key, text in sources.items() if key in changes)
+    return replace(row, source=f"{row.source}; {told}", **changes)
 
 
 @cache
@@ -254,7 +248,11 @@ def _rates() -> dict[str, Any]:
 def _architectures() -> tuple[dict[str, Any], ...]:
     """Return the generations, specific names first; the last row matches every GPU."""
     data = _rates()
-    return tuple({**data["every"], **item} for item in data["architectures"])
+    every = data["every"]
+    return tuple(
+        {**every, **item, "sources": {**every["sources"], **item["sources"]}}
+        for item in data["architectures"]
+    )
 
 
 def read_table(path: Path) -> tuple[Machine, ...]:

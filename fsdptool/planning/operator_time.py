@@ -8,6 +8,7 @@ never runs faster than that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from fsdptool.planning.measured_kernels import measured_operation, measured_traffic
 from fsdptool.records.cluster import Gpu, Machine
@@ -49,20 +50,35 @@ def operation_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float
     return max(arithmetic, operation.bytes_moved / memory_rate(gpu, machine))
 
 
-def float8_seconds(operation: Operation, gpu: Gpu, machine: Machine) -> float:
+Float8Scaling = Literal["tensor", "row", "block"]
+"""What shares a scale in float8 products: a whole operand, a row of it, or 32 numbers (MXFP8)."""
+
+_ROWWISE_RATE = 0.7
+"""Rate of products that are scaled by row, over that of those scaled by tensor.
+
+Fitted to two pairs of published steps on 8 H100 (torchao's training tables; torchtitan, pull requests 833 and
+820): with the same casts, rows take 1.12 to 1.14 times as long as tensors.
+"""
+
+
+def float8_seconds(
+    operation: Operation, gpu: Gpu, machine: Machine, scaling: Float8Scaling = "tensor"
+) -> float:
     """Return the time of a compiled linear layer's product in float8, with the casts of its inputs.
 
     Each input is read for its largest magnitude, read again, and written in 8 bits (torchao,
     ``float8/float8_scaling_utils.py:hp_tensor_to_float8_dynamic``); the output stays in 16. Two of the three
     matrices of a product are inputs, which are taken to be of equal size. Without float8 units, nothing is
-    gained.
+    gained. Blocks of 32 need no pass for the largest magnitude (torchao, ``prototype/mx_formats``).
     """
     if operation.kind != "product" or not gpu.native_fp8 or operation.dtype != "bfloat16":
         return operation_seconds(operation, gpu, machine)
-    arithmetic = operation.flops / (peak_flops(gpu, "float8") * machine.matmul_efficiency)
+    rate_of_kernel = machine.matmul_efficiency * (_ROWWISE_RATE if scaling == "row" else 1.0)
+    arithmetic = operation.flops / (peak_flops(gpu, "float8") * rate_of_kernel)
     multiplied = operation.bytes_moved * 2 / 3
     rate = memory_rate(gpu, machine)
-    return max(arithmetic, multiplied / rate) + cast_traffic(operation.bytes_moved) / rate
+    cast = cast_traffic(operation.bytes_moved) * (0.6 if scaling == "block" else 1.0)  # one read, not two
+    return max(arithmetic, multiplied / rate) + cast / rate
 
 
 def cast_traffic(size: float) -> float:
@@ -86,7 +102,8 @@ def segment_seconds(
     gpu: Gpu,
     machine: Machine,
     *,
-    compiled: bool = False,
+    traffic: float = 1.0,
+    launches: float = 1.0,
 ) -> tuple[float, float]:
     """Return the device's and the host's seconds for one segment.
 
@@ -95,20 +112,18 @@ def segment_seconds(
         operations: The trace's (:attr:`~fsdptool.records.trace.Trace.operations`).
         seconds: The time of each of them (:func:`operation_seconds`).
         gpu, machine: The hardware.
-        compiled: Whether the module is compiled: elementwise operators are fused, which leaves
-            ``machine.compiled_traffic`` of their traffic and as much of their launches.
+        traffic, launches: What fused kernels leave of the traffic and the launches of elementwise operators.
     """
     costly = segment.operations
-    share = machine.compiled_traffic if compiled else 1.0
     moved = max(segment.bytes_moved - sum(operations[number].bytes_moved for number in costly), 0)
     kernels = max(segment.kernels - len(costly), 0)
-    launched = len(costly) + share * kernels
+    launched = len(costly) + launches * kernels
     device = sum(seconds[number] for number in costly)
     each = measured_traffic("elementwise", moved / kernels, machine) if kernels else None
     if each is not None:
-        device += share * kernels * each
+        device += traffic * kernels * each
     elif kernels:
-        device += share * moved * _uncached(moved / kernels, machine) / memory_rate(gpu, machine)
+        device += traffic * moved * _uncached(moved / kernels, machine) / memory_rate(gpu, machine)
     return device, launched * machine.kernel_latency
 
 

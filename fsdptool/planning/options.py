@@ -163,7 +163,7 @@ class Options(TypedDict, total=False):
         "recipe.sharding.sequence_parallel", ("--sequence-parallel/--no-sequence-parallel",),
         closes=("sequence_parallel",))]
     assume: Annotated[Sequence[str], Option(
-        "What another training loop does beside tensor parallelism (repeatable; planned, not trained)",
+        "What another training loop does (repeatable; in time only, planned and not trained)",
         "Sharding", choices=get_args(Assumption))]
     ep: Annotated[int | None, Option(
         "Expert-parallel ranks: each holds whole experts and receives the tokens for them.", "Sharding",

@@ -43,7 +43,7 @@ from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, digest, envelope
-from fsdptool.records.plan import Candidate, Plan, PlanInputs, SampleSize, SearchPoint, Verdict
+from fsdptool.records.plan import BESIDE_TP, Candidate, Plan, PlanInputs, SampleSize, SearchPoint, Verdict
 from fsdptool.records.plan_details import LargestBatch, PlanDetails, PlannedModel
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.resolved_run import ResolvedRun
@@ -180,9 +180,10 @@ def chosen_run(plan: Plan) -> tuple[Recipe, FsdpSettings, Cluster]:
         PlanError: The plan has what is planned only: pipeline stages, or another loop's way to compute.
     """
     inputs = plan.inputs
-    if inputs.loop.assumed:
+    beside = [name for name in inputs.loop.assumed if name in BESIDE_TP]
+    if beside:
         raise PlanError(
-            f"this plan has --assume {inputs.loop.assumed[0]}: it is planned only, and no training run does"
+            f"this plan has --assume {beside[0]}: it is planned only, and no training run does"
             " it beside tensor parallelism",
             help="plan the run without --assume",
         )

@@ -25,6 +25,7 @@ from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.records.lengths import LengthCount, SampleLengths
 from fsdptool.records.plan import (
+    BESIDE_TP,
     Assumption,
     Pipeline,
     PlanInputs,
@@ -219,19 +220,27 @@ def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[
     names = set(options.get("assume", ()))
     if not names:
         return ()
-    if settings.mesh.tp == 1:
+    beside = names & set(BESIDE_TP)
+    if beside and settings.mesh.tp == 1:
         raise PlanError(
-            "--assume is for tensor-parallel plans: without --tp, sharding.compile and --precision fp8 do it",
-            help="give --tp 2 or more, or leave --assume out",
+            f"--assume {min(beside)} is for tensor-parallel plans: without --tp, sharding.compile and"
+            " --precision fp8 do it",
+            help="give --tp 2 or more, or leave it out",
+        )
+    scaled = names & {"float8_rowwise", "mxfp8"}
+    if scaled and "float8" not in names and settings.mixed_precision != "fp8":
+        raise PlanError(
+            f"--assume {min(scaled)} says how float8 products are scaled, and the plan has none",
+            help="add --precision fp8, or leave it out",
         )
     if "async_tp" in names and not recipe.sharding.sequence_parallel:
         raise PlanError(
             "--assume async_tp overlaps what sequence parallelism gathers and scatters",
             help="add --sequence-parallel",
         )
-    if names != {"compile"} and "compile" not in names:
+    if beside and "compile" not in beside:
         raise PlanError(
-            f"--assume {min(names)} needs compiled blocks: torch.compile fuses the casts and the collectives",
+            f"--assume {min(beside)} needs compiled blocks: torch.compile fuses casts and collectives",
             help="add --assume compile",
         )
     return tuple(name for name in get_args(Assumption) if name in names)

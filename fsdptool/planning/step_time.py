@@ -15,7 +15,9 @@ from fsdptool.memory.simulation.groups import Rank, UnitShare
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
 from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
+from fsdptool.planning.fused_kernels import KernelShares
 from fsdptool.planning.operator_time import (
+    Float8Scaling,
     cast_traffic,
     float8_seconds,
     memory_rate,
@@ -54,7 +56,12 @@ class ModuleSeconds:
 
 
 def product_seconds(
-    trace: Trace, gpu: Gpu, machine: Machine, *, wide: Collection[str] | None = None
+    trace: Trace,
+    gpu: Gpu,
+    machine: Machine,
+    *,
+    wide: Collection[str] | None = None,
+    scaling: Float8Scaling = "tensor",
 ) -> list[float]:
     """Return the time of every product and attention kernel of a micro-batch.
 
@@ -63,6 +70,7 @@ def product_seconds(
         gpu, machine: The hardware.
         wide: Traced modules whose products stay in 16 bits where those of blocks run in float8; None: no
             product runs in float8.
+        scaling: What shares a scale in those that do.
     """
     seconds = [operation_seconds(operation, gpu, machine) for operation in trace.operations]
     if wide is None:
@@ -71,7 +79,7 @@ def product_seconds(
         n for owner, s in owners_of(trace) if _in_block(owner) and owner not in wide for n in s.operations
     }
     for number in narrow:
-        seconds[number] = float8_seconds(trace.operations[number], gpu, machine)
+        seconds[number] = float8_seconds(trace.operations[number], gpu, machine, scaling)
     return seconds
 
 
@@ -86,6 +94,9 @@ def stacked_modules(units: UnitPlan, trace: Trace) -> frozenset[str]:
     return frozenset(traced_path(path, trace.repeats) for path in paths)
 
 
+_EAGER = KernelShares()
+
+
 def module_costs(
     trace: Trace,
     gpu: Gpu,
@@ -93,6 +104,7 @@ def module_costs(
     *,
     compiled: bool = False,
     products: Sequence[float] | None = None,
+    fused: Mapping[str, KernelShares] | None = None,
 ) -> dict[str, ModuleSeconds]:
     """Return every traced module's own work; key ``""`` is the root's and the loss's.
 
@@ -101,7 +113,9 @@ def module_costs(
     Args:
         trace: The micro-batch.
         gpu, machine: The hardware.
-        compiled: Whether blocks are compiled, one by one.
+        compiled: Whether blocks are compiled, one by one, which leaves ``machine.compiled_traffic`` of their
+            elementwise traffic and as much of their launches.
+        fused: What fused kernels leave of those of traced modules; None: no module has any.
         products: What :func:`product_seconds` returned; None: no product runs in float8.
     """
     device: dict[str, ModuleSeconds] = {}
@@ -114,8 +128,18 @@ def module_costs(
             backward = True
         if not segment.kernels:
             continue
-        fused = compiled and _in_block(owner)
-        running, launching = segment_seconds(segment, operations, seconds, gpu, machine, compiled=fused)
+        shares = fused.get(owner, _EAGER) if fused else _EAGER
+        if compiled and _in_block(owner):
+            shares = shares.narrowed(machine.compiled_traffic)
+        running, launching = segment_seconds(
+            segment,
+            operations,
+            seconds,
+            gpu,
+            machine,
+            traffic=shares.traffic[backward],
+            launches=shares.launches[backward],
+        )
         for sums, value in ((device, running), (host, launching)):
             cost = ModuleSeconds(0.0, value) if backward else ModuleSeconds(value)
             sums[owner] = sums.get(owner, ModuleSeconds()) + cost

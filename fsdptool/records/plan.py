@@ -301,9 +301,20 @@ class Candidate:
 
 AdapterDtype = Literal["float32", "bfloat16", "float16"]
 
-Assumption = Literal["compile", "float8", "async_tp"]
-"""What other training loops do beside tensor parallelism: compile blocks, multiply their linear layers in
-float8, and overlap the group's collectives with matrix products (torch's async TP)."""
+Assumption = Literal[
+    "compile", "float8", "async_tp", "fused_norm", "fused_rope", "fused_glu", "fused_lora",
+    "float8_rowwise", "mxfp8",
+]  # fmt: skip
+"""What other training loops do, in time only.
+
+Beside tensor parallelism: ``compile`` blocks, multiply their linear layers in ``float8``, and overlap the
+group's collectives with matrix products (``async_tp``, torch's async TP). Anywhere: run norms, rotary
+embeddings, gated activations and adapters in ``fused_`` kernels (``planning/data/fused_kernels.json``), and
+scale the operands of float8 products by row (``float8_rowwise``) or by blocks of 32 (``mxfp8``).
+"""
+
+BESIDE_TP: tuple[Assumption, ...] = ("compile", "float8", "async_tp")
+"""What fsdptool does itself, or plans otherwise, without tensor parallelism."""
 
 
 NotPlanned = Literal[

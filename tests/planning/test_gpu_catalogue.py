@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import resources
 from pathlib import Path
 
 import jsonschema
@@ -248,3 +250,29 @@ def test_what_a_table_says_wins_over_the_generation(tmp_path: Path) -> None:
     assert {name: getattr(found, name) for name in row} == row
     assert found.attention == shipped.attention
     assert found.overlap_slowdown == shipped.overlap_slowdown > 0
+
+
+def test_every_rate_names_the_measurements_it_rests_on() -> None:
+    """Each by itself: a sentence for a whole row hides which of its rates was measured."""
+    folder = resources.files("fsdptool") / "planning" / "data"
+    data = json.loads((folder / "architectures.json").read_text(encoding="utf-8"))
+    plain = {"gpus", "architecture", "links", "sources"}
+    for row in (data["every"], *data["architectures"], *data["products"]):
+        rates = row.keys() - plain
+        rates |= {key for link in row.get("links", {}).values() for key in link}
+        assert row["sources"].keys() == rates, row.get("gpus")
+        for rate, text in row["sources"].items():
+            measured = re.search(r"\d|the same (rows|page|issue)|as on ", text)
+            assert measured or text.startswith("assumed"), (row.get("gpus"), rate)
+    kernels = json.loads((folder / "fused_kernels.json").read_text(encoding="utf-8"))["parts"]
+    assert all(part["source"] for part in kernels.values())
+    for machine in json.loads((folder / "machines.json").read_text(encoding="utf-8"))["machines"]:
+        assert all(word in machine["source"] for word in ("link:", "network", "buffers"))
+
+
+def test_a_plan_names_the_source_of_each_rate() -> None:
+    told = machine_for(load_gpu("H100-80GB-SXM")).source
+    assert "matmul_efficiency: 0.73 at 10,240" in told  # the product's, not its generation's
+    assert "fitted to the throughput" not in told
+    assert "switch_reduction: " in told
+    assert "cached_speedup" not in told

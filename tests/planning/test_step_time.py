@@ -276,7 +276,7 @@ def test_a_segment_is_its_products_and_the_rest_of_its_traffic() -> None:
     assert device == pytest.approx(products + 8e8 / memory_rate(GPU, MACHINE))
     assert host == pytest.approx(12 * MACHINE.kernel_latency)
     # Fusion leaves a part of the elementwise traffic, and all of the products.
-    fused, launches = segment_seconds(segment, operations, seconds, GPU, MACHINE, compiled=True)
+    fused, launches = segment_seconds(segment, operations, seconds, GPU, MACHINE, traffic=0.5, launches=0.5)
     share = MACHINE.compiled_traffic
     assert fused == pytest.approx(products + share * 8e8 / memory_rate(GPU, MACHINE))
     assert launches == pytest.approx((2 + 10 * share) * MACHINE.kernel_latency)
