@@ -34,6 +34,7 @@ OPENED: dict[str, str] = {
     "launch/processes.py": "/proc, and the log of a process that is started",
     "launch/queue/file.py:read_row": "the user's own queue, a folder of mode 0700",
     "planning/hardware.py": "data of this package",
+    "planning/fused_kernels.py": "data of this package",
     "planning/memory_range.py:published_peaks": "data of this package",
     "planning/throughput_range.py:published_errors": "data of this package",
     "cli/calibrate.py:command": "a text that was just made",
