@@ -229,6 +229,8 @@ def file_run(
     options: dict[str, Any] = {}
     if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
         options["loss"] = _LOSSES.get(run.fused_loss, run.fused_loss)
+    if run.fused_kernels:
+        options["assume"] = run.fused_kernels
     stored = TORCH_DTYPES.get(run.stored_dtype or "")
     if recipe.method.name == "lora" and stored in ("bfloat16", "float16"):
         options["adapter_dtype"] = stored

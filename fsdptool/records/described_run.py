@@ -153,6 +153,8 @@ class DescribedRun:
         attention: Attention implementation.
         ema: Whether the device holds an exponential moving average of the trained parameters.
         fused_loss: Whether logits are kept whole (``none``), or the loss is fused or computed in chunks.
+        fused_kernels: Which kernels of its blocks are fused, by the names of ``plan --assume``: they change
+            the time of a step.
         compile: Whether ``torch.compile`` is used.
         processes: Number of ranks.
         fsdp: Version of FSDP, or ``none``.
@@ -204,6 +206,7 @@ class DescribedRun:
     attention: str | None = None
     ema: bool | None = None
     fused_loss: Literal["none", "liger", "cce", "chunked"] | None = None
+    fused_kernels: tuple[str, ...] = ()
     compile: bool | None = None
     processes: int | None = None
     fsdp: Literal["none", 1, 2] | None = None
@@ -221,7 +224,13 @@ class DescribedRun:
     unresolved: tuple[str, ...] = ()
 
 
+LIGER_KERNELS = ("fused_glu", "fused_norm", "fused_rope")
+"""What Liger patches in a model by default (0.8.5 ``transformers/monkey_patch.py``), beside its loss."""
+
 NOT_FACTS = frozenset(
-    {"program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning"}
-)
-"""Members of a described run that say nothing of its memory and speed."""
+    {
+        "program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning",
+        "fused_kernels",
+    }
+)  # fmt: skip
+"""Members of a described run that say nothing of its memory."""

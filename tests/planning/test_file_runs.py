@@ -270,6 +270,24 @@ def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_
     assert wide["parameters"] - thin["parameters"] == adapters * 2
 
 
+def test_fused_kernels_and_losses_of_a_file_are_planned(model: str, tmp_path: Path) -> None:
+    liger = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rms_norm: true\nliger_rope: true\n"
+    liger += "liger_fused_linear_cross_entropy: true\nliger_glu_activation: false\n"
+    kernels = "lora_mlp_kernel: true\nlora_qkv_kernel: true\nlora_o_kernel: true\n"
+    plain, fused = (
+        planned(tmp_path / "train.yaml", text, model) for text in (AXOLOTL, AXOLOTL + liger + kernels)
+    )
+    assert (plain.inputs.loop.assumed, plain.inputs.loop.head_loss) == ((), None)
+    assert fused.inputs.loop.assumed == ("fused_norm", "fused_rope", "fused_glu", "fused_lora")
+    assert fused.inputs.loop.head_loss == "liger"
+    times = [plan.candidates[0].seconds["compute"] for plan in (plain, fused)]
+    assert times[1] < times[0]
+    text = LLAMA_FACTORY + "enable_liger_kernel: true\n"
+    factory = planned(tmp_path / "train.yaml", text, model)
+    assert factory.inputs.loop.assumed == ("fused_norm", "fused_rope", "fused_glu")
+    assert planned(tmp_path / "train.yaml", text, model, loss="whole").inputs.loop.head_loss is None
+
+
 def test_the_model_of_a_file_is_known_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     text = AXOLOTL.replace("org/model", "meta-llama/Llama-3.1-8B")

@@ -94,6 +94,7 @@ def describe(file: RunFile) -> DescribedRun:
         optimizer_state_bits=state_bits(optimizer, stored) if stored else None,
         attention=_attention(read),
         fused_loss=_fused_loss(read, plugins),
+        fused_kernels=_fused_kernels(read, plugins),
         compile=read.value("torch_compile") not in (False, None, "false"),
         processes=processes,
         fsdp=fsdp,
@@ -189,6 +190,31 @@ def _attention(read: RunReader) -> str:
     if named is None and not switched:
         read.default("attn_implementation", "sdpa", "transformers' default")
     return named or (switched[0] if switched else "sdpa")
+
+
+_KERNELS = {
+    "fused_norm": ("liger_rms_norm", "liger_layer_norm"), "fused_rope": ("liger_rope",),
+    "fused_glu": ("liger_glu_activation", "liger_swiglu"),
+}  # fmt: skip
+"""Keys of the Liger plugin (integrations/liger/args.py)."""
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+
+
+def _fused_kernels(read: RunReader, plugins: str) -> tuple[str, ...]:
+    """Return the kernels that are fused; their keys stay among those whose memory is not planned.
+
+    ``lora_mlp_kernel`` computes the gated activation, too (kernels/lora.py).
+    """
+    found = {
+        name
+        for name, keys in _KERNELS.items()
+        if "liger" in plugins and any(read.raw(k) is True for k in keys)
+    }
+    if read.raw("lora_mlp_kernel") is True:
+        found.add("fused_glu")
+    if all(read.raw(key) is True for key in _LORA_KERNELS):
+        found.add("fused_lora")
+    return tuple(sorted(found))
 
 
 def _fused_loss(read: RunReader, plugins: str) -> str:

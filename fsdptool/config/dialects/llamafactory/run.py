@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fsdptool.config.dialects.llamafactory.run_keys import KEYS, V1
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
 from fsdptool.config.dialects.trainer.run import arguments
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
 
 _OBJECTIVES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "dpo", "kto": "kto"}
 _ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
@@ -44,6 +44,7 @@ def describe(file: RunFile) -> DescribedRun:
         facts["compute_dtype"] = "bf16"
     facts["gradient_checkpointing"] = "none" if read.flag("disable_gradient_checkpointing") else "full"
     facts["fused_loss"] = "liger" if read.flag("enable_liger_kernel") and stage in ("pt", "sft") else "none"
+    facts["fused_kernels"] = LIGER_KERNELS if read.flag("enable_liger_kernel") else ()
     adapter = kind in ("lora", "oft")
     bits = read.whole("quantization_bit")
     # model/adapter.py:257 and :284 (0.9.5): peft casts adapters to fp32, whatever pure_bf16 says.

@@ -14,7 +14,7 @@ from typing import Any
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD, SCRIPTS, script_of
 from fsdptool.files.tree import ParseError, parse_json, to_python
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
 
 _OF_4 = ("adafactor", "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
 """Arguments that transformers 5 does not have, though 4.x did."""
@@ -168,6 +168,7 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         "compute_dtype": compute,
         "gradient_checkpointing": "full" if recomputes else "none",
         "fused_loss": "liger" if read.flag("use_liger_kernel") else "none",
+        "fused_kernels": LIGER_KERNELS if read.flag("use_liger_kernel") else (),
         "compile": read.flag("torch_compile"),
         "processes": launch.processes,
         "mesh": mesh,
