@@ -157,7 +157,8 @@ def test_the_schema_and_the_reader_refuse_the_same_numbers() -> None:
 
 def test_every_data_option_is_read_and_no_other() -> None:
     reading = re.compile(
-        r"(?:(?:data\.options|_options|options)(?:\.get\(|\[)|_positive\(data, )\"(\w+)\"|for key in \((\"name\".*?)\) if"
+        r"(?:(?:data\.options|_options|options)(?:\.get\(|\[)|_positive\(data, )\"(\w+)\""
+        r"|for key in \((\"name\".*?)\) if"
     )
     found: set[str] = set()
     training, encoders = (
