@@ -33,7 +33,14 @@ from fsdptool.errors import ConfigError
 from fsdptool.records.codec import to_json
 
 program_loaders: Any = import_module("program_loaders")
-_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "bf16": "bf16", "fp32": "fp32", "auto": "bf16"}
+_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "bf16": "bf16",
+    "fp32": "fp32",
+    "auto": "bf16",
+}
 _ENDINGS = (".yaml", ".yml", ".json", ".toml", ".args", ".env")
 
 

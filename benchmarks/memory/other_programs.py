@@ -175,10 +175,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sft": {
         "": {"packing": False},
+        "autocast": {"packing": False, "bf16": True},
         "packed": {"packing": True, "packing_strategy": "wrapped"},
         "lora": _ADAPTERS,
+        "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
-    "dpo": {"": {}, "lora": _ADAPTERS},
+    "dpo": {"": {}, "lora": _ADAPTERS, "lora, autocast": {**_ADAPTERS, "bf16": True}},
     "torchtune": {
         "": {},
         "accumulation": {"gradient_accumulation_steps": 2},

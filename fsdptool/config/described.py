@@ -271,8 +271,10 @@ def _of_command(
         if reader.name in _NEGATES:
             data |= {key[3:]: False for key in data if key.startswith("no_") and key != "no_cuda"}
             data = {key: value for key, value in data.items() if key[3:] not in data or key[:3] != "no_"}
+        groups = _groups(overrides)
         for key, value in (*data.items(), *overrides):
-            _put(base, key.split("."), value)
+            if (key, value) not in groups:
+                _put(base, key.split("."), value)
         if launch.fsdp is None and launch.program == "accelerate":
             launch = _merged(launch, _launched_beside(source.path, files))
         return reader, RunFile(
@@ -282,9 +284,17 @@ def _of_command(
             environment=environment,
             beside=partial(_beside, files),
             unread=unread,
+            groups=dict(groups),
             added=tuple(found.group(1) for found in map(_ADDED.match, words) if found is not None),
         )
     return None
+
+
+def _groups(overrides: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
+    """Return the choices of Hydra's groups: ``data=mine`` beside ``data.max_length=512``, in any order."""
+    pairs = list(overrides)
+    sections = {key.partition(".")[0] for key, _ in pairs if "." in key}
+    return [(key, value) for key, value in pairs if key in sections and isinstance(value, str)]
 
 
 def _of_named(files: NamedFiles, name: str, program: str | None) -> RunFormat | None:

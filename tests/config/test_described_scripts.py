@@ -309,3 +309,12 @@ def test_what_a_script_writes_and_sources_is_read(tmp_path: Path) -> None:
     assert run is not None
     assert (run.program, run.model) == ("trl", "org/Qwen3-4B")
     assert (run.fsdp, run.processes, run.problems) == (2, 4, ())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_of_hydra_is_told_wherever_it_stands(order: int) -> None:
+    words = ["data=mine", "data.max_length=512", "data.train_batch_size=64", "engine=fsdp"][::order]
+    words += ["engine.fsdp_size=4", "model.path=Qwen/Qwen3-4B"]
+    run = described(f"python -m verl.trainer.sft_trainer {' '.join(words)}")
+    assert (run.sequence_length, run.global_batch, run.mesh.dp_shard) == (512, 64, 4)
+    assert run.problems == ("data: mine is a group of configurations, which is not read",)

@@ -257,6 +257,22 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
     assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
 
 
+@pytest.mark.slow
+def test_autocast_narrows_a_frozen_base_where_nothing_is_gathered(tmp_path: Path) -> None:
+    """GPT-2's Conv1D takes no input of another dtype than its weight."""
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 64, "n_positions": 512}
+    gpt2 = tmp_path / "config.json"
+    gpt2.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes}))
+    head = "model_name_or_path: org/model\ndataset_name: d\noutput_dir: o\nuse_peft: true\nlora_r: 4\n"
+    rows = "lora_target_modules: [c_attn]\nmax_length: 512\nper_device_train_batch_size: 8\n"
+    narrow, wide = (
+        planned(tmp_path / "train.yaml", f"{head}{rows}bf16: {on}\n", str(gpt2)).candidates[0]
+        for on in ("true", "false")
+    )
+    assert narrow.allocated_peak_bytes is not None and wide.allocated_peak_bytes is not None
+    assert narrow.allocated_peak_bytes < 0.7 * wide.allocated_peak_bytes
+
+
 def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_path: Path) -> None:
     """peft casts adapters to fp32 unless it is told not to; accelerate casts all that trains under FSDP2."""
     head, _, block = AXOLOTL.partition("fsdp_version")

@@ -164,6 +164,8 @@ class RunFile:
         hidden: Keys of the file whose values lie elsewhere and are not read.
         unread: What is said of the file that holds the keys, where it was not read.
         added: Keys that a command line adds to the program's own (``+key=value`` of Hydra).
+        groups: Configurations of Hydra's groups that a command line chooses for a section of which it also
+            sets keys (``data=mine data.max_length=512``).
     """
 
     data: Mapping[str, Any]
@@ -176,6 +178,7 @@ class RunFile:
     hidden: tuple[str, ...] = ()
     unread: str | None = None
     added: tuple[str, ...] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 _NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")

@@ -43,6 +43,7 @@ class MicroBatchConditions:
     Attributes:
         profile: Whose kernels to assume.
         compute: ``param_dtype`` of the sharding, or None for the tensors' own.
+        autocast: What autocast computes in, where nothing is gathered in another dtype.
         output: ``output_dtype`` of the sharding.
         inputs: What the model's floating inputs are cast to, or None.
         exact: Arguments of forward left out of that cast.
@@ -70,6 +71,7 @@ class MicroBatchConditions:
     ring: bool = False
     flash: bool = True
     recipe: str = ""
+    autocast: torch.dtype | None = None
 
 
 def materialise(model: nn.Module, mode: Any, conditions: MicroBatchConditions) -> None:

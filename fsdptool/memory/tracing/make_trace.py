@@ -125,6 +125,8 @@ def make_trace(
         flash=run.flash,
         recipe=alike,
     )
+    if _autocasts(plan, trained.anatomy):
+        conditions = replace(conditions, autocast=conditions.compute, compute=None, output=None, inputs=None)
     micro_loss = ModelLoss(objective) if run.loop.own_loss else method.micro_loss(recipe, objective)
     traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe, whole=whole)
     if not traced.known:
@@ -158,6 +160,14 @@ def make_trace(
         + tuple(note for note in base_notes if note is not None)
         + ((FLOAT8_NOTE,) if run.settings.mixed_precision == "fp8" else ()),
     )
+
+
+def _autocasts(plan: UnitPlan, anatomy: Anatomy) -> bool:
+    """Whether autocast narrows weights where they are used: nothing is gathered, and the base is in fp32."""
+    whole = {parameter.fqn for parameter in plan.ignored}
+    frozen = {p.dtype for p in anatomy.parameters if not p.trainable and p.numel}
+    narrow = plan.param_dtype in ("bfloat16", "float16")
+    return narrow and "float32" in frozen and all(p.fqn in whole for p in anatomy.parameters)
 
 
 def _uncompilable(plan: UnitPlan, run: ResolvedRun) -> str | None:

@@ -83,6 +83,8 @@ def run_trace(
     try:
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile, flash=conditions.flash))
+            if conditions.autocast is not None:
+                stack.enter_context(torch.autocast("cpu", conditions.autocast))
             if not compiled:
                 # A compiled block recomputes inside its own program.
                 stack.enter_context(recomputation(recorder))
@@ -108,7 +110,9 @@ def run_trace(
             gc.enable()
     traced = recorder.trace(
         profile=conditions.profile,
-        compute_dtype=str(conditions.compute or _prevailing(model)).removeprefix("torch."),
+        compute_dtype=str(conditions.autocast or conditions.compute or _prevailing(model)).removeprefix(
+            "torch."
+        ),
         input_bytes=tuple(tensor.untyped_storage().nbytes() for tensor in batch.values()),
         torch=torch.__version__.split("+")[0],
     )

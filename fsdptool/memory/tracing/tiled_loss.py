@@ -64,9 +64,12 @@ class _Tiled(torch.autograd.Function):
     ) -> Tensor:
         count = hidden.shape[0]
         statistics = [hidden.new_zeros(count, dtype=torch.float32) for _ in range(_STATISTICS)]
-        buffer = _buffer(hidden, loss)
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        ctx.compute = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        buffer = _buffer(hidden, loss, ctx.compute)
         for tile, _, states, rows in _tiles(buffer, hidden, weight, loss):
-            torch.mm(states, rows.t(), out=tile)
+            torch.mm(states, rows.to(ctx.compute).t(), out=tile)
             if not loss.triton:
                 _fold(tile, "forward")
         found, normaliser, entropy = (statistics[0] - statistics[1] for _ in range(3))
@@ -82,15 +85,16 @@ class _Tiled(torch.autograd.Function):
             torch.zeros_like(value, dtype=torch.float32) if needed and value is not None else None
             for value, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        buffer = _buffer(hidden, loss)
-        for tile, (first, start), states, rows in _tiles(buffer, hidden, weight, loss):
+        buffer = _buffer(hidden, loss, ctx.compute)
+        for tile, (first, start), states, part in _tiles(buffer, hidden, weight, loss):
+            rows = part.to(ctx.compute)
             torch.mm(states, rows.t(), out=tile)
             if not loss.triton:
                 _fold(tile, "backward")
             if of_states is not None:
-                _add_product(of_states[first : first + tile.shape[0]], tile, rows)
+                _add_product(of_states[first : first + tile.shape[0]], tile, rows, loss)
             if of_weight is not None:
-                _add_product(of_weight[start : start + tile.shape[1]], tile.t(), states)
+                _add_product(of_weight[start : start + tile.shape[1]], tile.t(), states, loss)
         del buffer, tile
         return (
             of_states.to(hidden.dtype) if of_states is not None else None,
@@ -101,9 +105,9 @@ class _Tiled(torch.autograd.Function):
         )
 
 
-def _buffer(hidden: Tensor, loss: TiledLoss) -> Tensor:
+def _buffer(hidden: Tensor, loss: TiledLoss, dtype: torch.dtype) -> Tensor:
     # As wide as a tile may be, though the vocabulary is smaller.
-    return hidden.new_empty(min(hidden.shape[0], loss.tiles.tokens), loss.tiles.vocabulary)
+    return hidden.new_empty(min(hidden.shape[0], loss.tiles.tokens), loss.tiles.vocabulary, dtype=dtype)
 
 
 def _tiles(
@@ -111,7 +115,7 @@ def _tiles(
 ) -> Iterator[tuple[Tensor, tuple[int, int], Tensor, Tensor]]:
     """Yield each tile of the logits, where it begins, and the rows of states and weight that make it."""
     for first in range(0, hidden.shape[0], loss.tiles.tokens):
-        states = hidden[first : first + loss.tiles.tokens]
+        states = hidden[first : first + loss.tiles.tokens].to(buffer.dtype)
         for start in range(0, weight.shape[0], loss.tiles.vocabulary):
             rows = weight[start : start + loss.tiles.vocabulary]
             yield buffer[: states.shape[0], : rows.shape[0]], (first, start), states, rows
@@ -124,9 +128,9 @@ def _fold(tile: Tensor, phase: str) -> None:
     del held
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, loss: TiledLoss) -> None:
+    if total.dtype == a.dtype or not loss.triton:
+        total.addmm_(a.float(), b.float())
     else:
         # The kernel reads 16 bits and adds in fp32 (``addmm`` with ``out_dtype``): nothing is allocated.
         # Here a part of the total receives the product, which costs as much.

@@ -44,7 +44,7 @@ def describe(file: RunFile) -> DescribedRun:
             problem = f"{key}: {file.data[key]} is not read: what it sets is not known"
             file = replace(file, launch=replace(file.launch, problems=(*file.launch.problems, problem)))
     for key in _SECTIONS:
-        group = file.data.get(key)
+        group = file.groups.get(key, file.data.get(key))
         if isinstance(group, str) and group not in _GROUPS:
             problem = f"{key}: {group} is a group of configurations, which is not read"
             file = replace(file, launch=replace(file.launch, problems=(*file.launch.problems, problem)))
@@ -75,7 +75,8 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     processes = file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
-    group = read.raw("engine") if isinstance(read.raw("engine"), str) else None
+    chosen = file.groups.get("engine", read.raw("engine"))
+    group = chosen if isinstance(chosen, str) else None
     if group not in (None, "fsdp"):
         read.keys = replace(ENGINE, memory={**ENGINE.memory, "engine": None})
         read.notes.append(f"engine: {group} is out of scope: the equivalent of FSDP2 is engine=fsdp")
