@@ -54,6 +54,28 @@ def test_a_file_of_the_browser_and_a_path_are_diagnosed(site: Site, tmp_path: Pa
     assert answer.status_code == 400 and "is a link to outside" in answer.text
 
 
+def test_a_failed_allocation_is_explained_by_the_file_and_the_model_of_its_run(
+    site: Site, tmp_path: Path
+) -> None:
+    address = paste(site, LOG.replace("2.00 GiB", "9.27 GiB"))
+    asked = {"text": address.partition("=")[2]}
+    assert "Which tensor did not fit?" in site.get(address)
+    assert "Which tensor" not in site.get(paste(site, "all is well\n"))
+    (site.folder / "run.yml").write_text(
+        "base_model: Qwen/Qwen3-8B\nsequence_len: 8192\nmicro_batch_size: 2\noptimizer: adamw_torch\n"
+        "datasets: [{path: rows.jsonl, type: completion}]\nlearning_rate: 1e-5\nnum_epochs: 1\n"
+    )
+    page = site.get("/diagnose", **asked, config="models/run.yml")
+    assert "9.27 GiB is 2 × 8,192 tokens × 151,936 words in fp32: the logits" in page
+    assert "fsdptool diagnose - --config" in page
+    page = site.get("/diagnose", **asked, model="qwen3:8b")
+    assert "16,384 tokens × 151,936 words in fp32: the logits" in page and "--model qwen3:8b" in page
+    assert "did you mean" in site.get("/diagnose", **asked, model="qwen3:8bb")
+    for outside in ({"config": str(tmp_path / "secret.yml")}, {"model": "../../etc/passwd"}):
+        page = site.get("/diagnose", **asked, **outside)
+        assert 'role="alert"' in page and "Request:" not in page
+
+
 def test_a_pasted_configuration_shows_findings_and_its_fixed_text(site: Site) -> None:
     address = paste(site, MISSPELT.replace("LlamaDecoderLayer", f"'{HOSTILE}'"))
     page = site.get(address)

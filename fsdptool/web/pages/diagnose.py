@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -15,14 +16,22 @@ from starlette.routing import Route
 
 from fsdptool.config.migrate import repair
 from fsdptool.config.result import Reading
-from fsdptool.errors import ConfigError
+from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import is_folder
-from fsdptool.records.diagnosis import FailureDiagnosis
-from fsdptool.report.console.runs import divergence_lines, facts_lines, failure_place
+from fsdptool.records.diagnosis import Allocation, FailureDiagnosis
+from fsdptool.report.console.runs import (
+    allocation_change,
+    allocation_lines,
+    divergence_lines,
+    facts_lines,
+    failure_place,
+)
 from fsdptool.report.console.train import memory_text
+from fsdptool.runs.allocations import explain_allocation
 from fsdptool.runs.diagnose import diagnose
 from fsdptool.runs.logs import LogText
 from fsdptool.runs.recognition import diagnose_logs
+from fsdptool.web import references
 from fsdptool.web.judging import judge_text
 from fsdptool.web.page import Page, render, services
 from fsdptool.web.pages.config_file import attachment
@@ -108,7 +117,7 @@ def _page(request: Request) -> Response:
     size = len(text.encode("utf-8", "surrogatepass"))
     answer = diagnose_logs(_PASTED, (LogText(_PASTED, text.replace("\r", "\n"), size, size),))
     command = ("fsdptool", "diagnose", "-")
-    return _render(request, target="", text=text, command=command, **_failure(answer))
+    return _explained(request, answer, command, target="", text=text, name=name)
 
 
 def _of_path(request: Request, target: str) -> Response:
@@ -120,9 +129,45 @@ def _of_path(request: Request, target: str) -> Response:
         return RedirectResponse(address_of(FILE, file=roots.name_of(path)), 303)
     with roots.confine():
         answer = diagnose(path)
+    return _explained(request, answer, ("fsdptool", "diagnose", command_path(path)), target=target)
+
+
+def _explained(
+    request: Request, answer: FailureDiagnosis, command: tuple[str, ...], *, target: str, **values: Any
+) -> Response:
+    """Return the page of a diagnosis, whose failed allocation the given file or model explains."""
+    given = {key: request.query_params.get(key, "").strip() for key in ("config", "model")}
+    mistake = ""
+    if any(given.values()):
+        try:
+            allocation, flags = _allocation(request, answer, **given)
+            answer, command = replace(answer, allocation=allocation), (*command, *flags)
+        except FsdptoolError as error:
+            mistake = f"{error.message}. {error.help or ''}".strip()
+    asked = any(item.requested is not None for item in answer.failures)
     return _render(
-        request, target=target, command=("fsdptool", "diagnose", command_path(path)), **_failure(answer)
+        request,
+        target=target,
+        command=command,
+        given=given,
+        asked=asked,
+        mistake=mistake,
+        **values,
+        **_failure(answer),
     )
+
+
+def _allocation(
+    request: Request, answer: FailureDiagnosis, *, config: str, model: str
+) -> tuple[Allocation, tuple[str, ...]]:
+    """Return what a failed allocation is by a file or a model, and the options that say the same."""
+    roots = services(request).roots
+    file = roots.resolve(config) if config else None
+    reference = references.allowed(roots, model) if model else None
+    with roots.confine():
+        found = explain_allocation(answer, file, reference)
+    flags = ("--config", command_path(file)) if file is not None else ()
+    return found, (*flags, *(("--model", model) if model else ()))
 
 
 def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
@@ -134,6 +179,8 @@ def _failure(answer: FailureDiagnosis) -> dict[str, Any]:
         "facts": facts_lines(answer.facts) if answer.facts is not None else (),
         "divergence": divergence_lines(answer.divergence) if answer.divergence is not None else (),
         "memory": memory_text(answer.memory) if answer.memory is not None else "",
+        "allocation": allocation_lines(answer.allocation) if answer.allocation is not None else (),
+        "smaller": allocation_change(answer.allocation) if answer.allocation is not None else None,
     }
 
 
@@ -168,7 +215,7 @@ def _fixed(reading: Reading, fix: str) -> str:
 
 
 def _render(request: Request, *, target: str, **values: Any) -> Response:
-    empty: dict[str, Any] = {"text": "", "diagnosis": None, "reading": None, "command": ()}
+    empty: dict[str, Any] = {"text": "", "name": "", "diagnosis": None, "reading": None, "command": ()}
     return render(
         request, "diagnose.html", page=page, target=target, place=failure_place, **{**empty, **values}
     )
