@@ -97,7 +97,8 @@ class Watch:
         self._told = time.monotonic()
         best = ""
         if self._best is not None and self._best.step_seconds is not None:
-            best = f", best that fits: {elapsed(self._best.step_seconds)} per step"
+            step = self._best.step_seconds
+            best = f", best that fits: {elapsed(step) if step >= 60 else f'{step:.3g} s'} per step"
         bound, most = ("up to ", "at most ") if self._ahead else ("", "")
         time_left = f", {most}{elapsed(left)} left" if left is not None else ""
         self.progress(f"evaluated {done} of {bound}{total} configurations{best}{time_left}")

@@ -35,21 +35,30 @@
   // What a point stands for, and how often it was measured.
   const each = (data) => (data.steps_per_point > 1 ? `Each point is the mean of ${times(data.steps_per_point, "step")}` : "Measured at every step");
 
+  // A point of one step has no highest and lowest.
+  const spans = (data) => data.steps_per_point > 1;
+
   const KINDS = {
     loss: {
       title: "Loss",
       note: (data) =>
         `${each(data)}${data.steps_per_point > 1 ? "; the band spans the lowest and the highest of them" : ""}. ` +
         (data.evaluations.length ? `${times(data.evaluations.length, "validation")}.` : "Not validated yet."),
-      columns: (data) => [data.step, data.highest, data.lowest, data.loss, evaluations(data)],
-      series: () => [
-        {label: "step"},
-        {label: "highest", stroke: "transparent", points: {show: false}},
-        {label: "lowest", stroke: "transparent", points: {show: false}},
-        {label: "loss", stroke: color("--accent"), width: 1.8, points: {show: false}},
-        {label: "validation", stroke: color("--gathered"), width: 0, points: {show: true, size: 8, fill: color("--gathered")}},
+      columns: (data) => [
+        data.step,
+        data.loss,
+        ...(spans(data) ? [data.highest, data.lowest] : []),
+        ...(data.evaluations.length ? [evaluations(data)] : []),
       ],
-      bands: () => [{series: [1, 2], fill: `color-mix(in srgb, ${color("--accent")} 22%, transparent)`}],
+      series: (data) => [
+        {label: "step"},
+        {label: "loss", stroke: color("--accent"), width: 1.8, points: {show: false}},
+        ...(spans(data) ? ["highest", "lowest"].map((label) => ({label, stroke: "transparent", points: {show: false}})) : []),
+        ...(data.evaluations.length
+          ? [{label: "validation", stroke: color("--gathered"), width: 0, points: {show: true, size: 8, fill: color("--gathered")}}]
+          : []),
+      ],
+      bands: (data) => !spans(data) ? [] : [{series: [2, 3], fill: `color-mix(in srgb, ${color("--accent")} 22%, transparent)`}],
       format: figure,
     },
     rate: {
@@ -98,7 +107,7 @@
         height: 230,
         scales: {x: {time: false}, y: kind.zero ? {range: (_, low, high) => [0, (high || 1) * 1.05]} : {}},
         series: kind.series(data).map((one, index) => (index ? {...one, value: (_, value) => kind.format(value)} : one)),
-        bands: kind.bands ? kind.bands() : [],
+        bands: kind.bands ? kind.bands(data) : [],
         axes: [axis, {...axis, size: 84, ...(kind.increments ? {incrs: kind.increments} : {}), values: (_, ticks) => ticks.map(kind.format)}],
         cursor: {drag: {x: true, y: false}},
       },
@@ -117,12 +126,16 @@
     for (const name of Object.keys(KINDS)) {
       if (name === "memory" && !data.memory.some((value) => value != null)) continue;
       const holder = place.querySelector(`[data-chart="${name}"]`);
-      if (charts[name]) charts[name].setData(KINDS[name].columns(data));
-      else charts[name] = make(name, data, holder);
+      const columns = KINDS[name].columns(data);
+      if (charts[name] && charts[name].series.length === columns.length) charts[name].setData(columns);
+      else {
+        charts[name]?.destroy();  // the first validation is a further line
+        charts[name] = make(name, data, holder);
+      }
       // Without a pointer the legend shows the latest values.
       if (charts[name].cursor.left < 0 || charts[name].cursor.left == null) charts[name].setLegend({idx: data.step.length - 1});
       holder.querySelector("p.soft").textContent = KINDS[name].note(data);
-      const known = KINDS[name].columns(data)[name === "loss" ? 3 : 1].filter((value) => value != null);
+      const known = columns[1].filter((value) => value != null);
       holder.querySelector(".curve-box").setAttribute(
         "aria-label",
         `${KINDS[name].title}, step ${data.step[0]} to ${data.step.at(-1)}: ${KINDS[name].format(known[0])} to ${KINDS[name].format(known.at(-1))}`,
