@@ -44,6 +44,7 @@ from fsdptool.records.recipe import (
 )
 from fsdptool.records.sharding import FsdpSettings, Precision
 from fsdptool.scripts import SCRIPTS
+from fsdptool.source.known_models import layer_classes_of
 from fsdptool.source.references import IMPORT_FLAG, is_import
 
 _FILES = frozenset({
@@ -212,6 +213,7 @@ def file_run(
     run = _with_dtype_of_checkpoint(run, choice)
     whole = "cp" not in decided and (run.mesh.cp or 1) == 1
     choice = replace(choice, **_model_settings(run, fused and whole))
+    choice = _with_head(run, choice)
     recipe = Recipe(
         choice,
         method=_method(run, choice, limits, decided),
@@ -253,7 +255,33 @@ def file_run(
     if run.micro_batch is None and "micro_batch" not in decided:
         limits.append(PlanLimit("the micro-batch, which is left open: 1 is planned", "more"))
     settings = _suited(_settings(run), run, ranks)
+    if choice.overrides and run.fsdp == "none" and not settings.wrap_classes:
+        # The library's own list may name the embeddings, which FSDP cannot wrap and nothing here shards.
+        settings = replace(settings, wrap_classes=layer_classes_of(run.family) or ())
     return FileRun(recipe, settings, cast("Options", options), tuple(limits))
+
+
+def _with_head(run: DescribedRun, choice: ModelChoice) -> ModelChoice:
+    """Return a model of texts with the head that its run trains: classes, or one reward.
+
+    Programs load such a model by its task, whatever class its configuration names (transformers 5.23
+    ``AutoModelForSequenceClassification``; TRL 1.16 ``trainer/reward_trainer.py`` with ``num_labels=1``).
+    """
+    if run.objective not in ("classification", "reward"):
+        return choice
+    from fsdptool.families.bases.families import classifier_for
+    from fsdptool.source import resolve_choice
+
+    spec = resolve_choice(choice)
+    name = classifier_for(str(spec.config.get("model_type")))
+    if name is None or "Classification" in spec.model_class:
+        return choice
+    head: dict[str, Any] = {"architectures": [name]}
+    if run.objective == "reward":
+        head["num_labels"] = 1
+    if spec.config.get("pad_token_id") is None:
+        head["pad_token_id"] = 0  # programs take the tokenizer's: decoders look for the end of each row by it
+    return replace(choice, overrides={**choice.overrides, **head})
 
 
 def _offered(recipe: Recipe) -> bool:
@@ -426,6 +454,8 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
         )
     elif name == "kto":
         limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
+    elif name == "reward":
+        limits.append(PlanLimit("reward: the second row of each pair", "more"))
     elif name is not None and name not in _OBJECTIVES:
         limits.append(PlanLimit(f"objective {name}: the model's usual loss is planned", None))
     if name == "dpo" and run.method not in (None, "full"):

@@ -257,6 +257,24 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
     assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
 
 
+@pytest.mark.parametrize(
+    ("line", "certain"),
+    [
+        ("python run_glue.py --task_name mrpc --do_train --max_seq_length 32", True),
+        ("trl reward --dataset_name d --max_length 32", False),
+    ],
+)
+def test_texts_that_are_labelled_have_a_head_of_classes(
+    model: str, tmp_path: Path, line: str, certain: bool
+) -> None:
+    """A reward counts one of the two rows of each pair: the plan says that the run needs more."""
+    text = f"{line} --model_name_or_path org/model --output_dir o\n"
+    plan = planned(tmp_path / "run.sh", text, model, gpus=1)
+    assert plan.candidates[0].device_total_bytes is not None
+    assert plan.inputs.recipe.model.overrides["architectures"] == ["LlamaForSequenceClassification"]
+    assert plan.verdict == ("fits" if certain else "unknown")
+
+
 @pytest.mark.slow
 def test_autocast_narrows_a_frozen_base_where_nothing_is_gathered(tmp_path: Path) -> None:
     """GPT-2's Conv1D takes no input of another dtype than its weight."""

@@ -44,6 +44,7 @@ _PREFERENCE = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
+_CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 # Encoders whose causal head exists but is not what their configuration is for, and
 # encoder-decoders listed as causal only for their decoder (transformers 5.23).
 _CAUSAL_LAST = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -62,13 +63,18 @@ def _tables() -> Mapping[str, Mapping[str, str]]:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
         name = node.targets[0].id
-        if name in _PREFERENCE and isinstance(node.value, ast.Call) and node.value.args:
+        if name in (*_PREFERENCE, _CLASSIFIERS) and isinstance(node.value, ast.Call) and node.value.args:
             tables[name] = {key: _first(value) for key, value in ast.literal_eval(node.value.args[0])}
     return tables
 
 
 def _first(value: str | tuple[str, ...]) -> str:
     return value if isinstance(value, str) else value[0]
+
+
+def classifier_for(model_type: str) -> str | None:
+    """Return the class that labels whole texts for ``model_type``, or None if transformers has none."""
+    return _tables().get(_CLASSIFIERS, {}).get(model_type)
 
 
 def class_for(model_type: str) -> str | None:
