@@ -49,6 +49,7 @@ _OTHER_UPLOADS = {
     "tencent/hunyuanvideo-1.5": "hunyuanvideo-1.5:8b",
     "terminusresearch/sana-1.6b-1024px": "sana:1.6b",
     "black-forest-labs/flux.2-klein-base-4b": "flux.2:klein-4b",
+    "arcee-ai/llama-3.1-supernova-lite": "llama3.1:8b",
     "nvidia/cosmos-predict2-2b": "cosmos:predict2-2b-text2image",
 }
 """Hub ids whose names are not those of the size that they hold."""
@@ -63,6 +64,7 @@ _SIZE = re.compile(
 )
 """A part of a name that is a size (a context of a million tokens, ``1m``, is not)."""
 
+_CACHED = re.compile(r"(?:^|/)models--(?:([^/]+?)--)?([^/]+)/snapshots/[^/]+/?$")
 _COMPONENTS = (("transformer", "unet", "prior"), (None,))
 """Components of pipelines by rank: of several of one pipeline the denoiser is the model that is trained."""
 STORED_IN_FP32 = frozenset([
@@ -82,6 +84,7 @@ def family_of_name(name: str) -> tuple[str | None, str | None]:
         The reference, or None where the catalogue has no such size; and a note where the name is not the
         catalogue's, or None.
     """
+    written, name = name, _hub_name(name)
     exact = _published().get(name.lower()) or _OTHER_UPLOADS.get(name.lower())
     if exact is not None:
         return exact, None
@@ -97,7 +100,16 @@ def family_of_name(name: str) -> tuple[str | None, str | None]:
             best, length = found, len(wanted)
     if best is None:
         return None, None
-    return best[0], f"{name} is taken for {best[0]} ({best[1]}) by its name"
+    return best[0], f"{written} is taken for {best[0]} ({best[1]}) by its name"
+
+
+def _hub_name(name: str) -> str:
+    """Return the Hub id that the folder of a cache stands for; other names as they are.
+
+    The Hub's cache has ``models--ORG--NAME/snapshots/REVISION``; ModelScope's writes ``___`` for a dot.
+    """
+    cached = _CACHED.search(name)
+    return "/".join(filter(None, cached.groups())) if cached is not None else name.replace("___", ".")
 
 
 def layer_classes_of(family: str | None) -> tuple[str, ...]:

@@ -44,6 +44,13 @@ from fsdptool.source.known_models import family_of_builder, family_of_name, laye
         ("stabilityai/stable-cascade-prior", "stable-cascade:stage-c"),
         ("tencent/HunyuanVideo-1.5", "hunyuanvideo-1.5:8b"),
         ("lodestones/Chroma1-Base", "chroma:1-hd"),
+        (
+            "/cache/models--Qwen--Qwen2.5-VL-72B-Instruct/snapshots/89c86200743eec961a297729e7990e8f2d",
+            "qwen2.5-vl:72b",
+        ),
+        ("models--gpt2/snapshots/main/", "gpt2:small"),
+        ("/root/.cache/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "qwen2.5:7b"),
+        ("arcee-ai/Llama-3.1-SuperNova-Lite", "llama3.1:8b"),
     ],
 )
 def test_a_name_stands_for_a_size(name: str, family: str) -> None:
