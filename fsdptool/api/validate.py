@@ -185,10 +185,11 @@ class Linter:
         return self.skip_unknown or self.settings(path).skip_unknown
 
     def _is_passed_over(self, path: Path) -> bool:
+        if not self._skips_unknown(path):
+            return False
         from fsdptool.runs.folder import is_run_folder
 
-        folders = path.absolute().parents
-        return self._skips_unknown(path) and any(is_run_folder(folder) for folder in folders)
+        return any(is_run_folder(folder) for folder in path.absolute().parents)
 
     def judge(
         self, path: Path, named: bool, conditions: Conditions, source: SourceText | None = None
