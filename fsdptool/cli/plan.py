@@ -194,8 +194,12 @@ _OUTPUT_ONLY = ("output", "force", "format", "explain", "search", "quick", "max_
 
 def repeated_command(context: typer.Context) -> list[str]:
     """Return the command that was given, without the options that only concern output or search."""
+    from fsdptool.source.references import is_import
+
     words = ["fsdptool", "plan"]
     given = command_line_options(context)
+    reference = str(context.params.get("reference") or "")
+    imports = reference.endswith(".py") or is_import(reference)
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")
         if name not in given or name in _OUTPUT_ONLY:
@@ -203,7 +207,8 @@ def repeated_command(context: typer.Context) -> list[str]:
         if parameter.param_type_name == "argument":
             words.append(str(value))
         elif isinstance(value, bool):
-            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            spelled = parameter.opts[-1 if imports and name == "trust_remote_code" else 0]
+            words.append(spelled if value else parameter.secondary_opts[0])
         else:
             several = value if isinstance(value, list | tuple) else [value]
             words += [part for item in several for part in (parameter.opts[0], str(item))]

@@ -78,6 +78,8 @@ def test_a_product_of_two_dtypes_names_module_line_and_remedy(capsys: pytest.Cap
     assert ".to(w.dtype)" in lines[1]
     assert text.count("a matrix product") == 1, "the end does not say again what the beginning says"
     assert "--precision no" in lines[1]
+    (command,) = (line for line in lines if line.startswith("command: "))
+    assert "--allow-import" in command and "--trust-remote-code" not in command
     assert planned(capsys, "casts", "--precision", "no")[0] == 0, "the remedy helps"
     module = Path("untraced_casts.py")
     module.write_text(CASTS.replace("x.float() if self.cast else x", "x.float().to(self.up.weight.dtype)"))
