@@ -318,3 +318,18 @@ def test_a_group_of_hydra_is_told_wherever_it_stands(order: int) -> None:
     run = described(f"python -m verl.trainer.sft_trainer {' '.join(words)}")
     assert (run.sequence_length, run.global_batch, run.mesh.dp_shard) == (512, 64, 4)
     assert run.problems == ("data: mine is a group of configurations, which is not read",)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "sides"),
+    [
+        ("train_text_to_image_lora_sdxl", "", (1024, 1024)),
+        ("train_text_to_image_lora_sdxl", "--resolution 768", (768, 768)),
+        ("train_text_to_image_lora", "", (512, 512)),
+        ("SDXL/train_text_to_image_lora_sdxl", "--height=832 --width=1216", (832, 1216)),
+    ],
+)
+def test_the_size_of_pictures_follows_the_script(script: str, flags: str, sides: tuple[int, int]) -> None:
+    run = described(f"accelerate launch {script}.py --pretrained_model_name_or_path $MODEL {flags}")
+    assert (run.height, run.width) == sides
+    assert run.problems == ("pretrained_model_name_or_path: $MODEL is a variable, which is not resolved",)

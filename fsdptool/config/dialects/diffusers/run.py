@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, CLIP, EPOCHS, KEYS, TARGETS
+from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, CLIP, EPOCHS, KEYS, SIDES, TARGETS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
 
@@ -39,10 +39,11 @@ def describe(file: RunFile) -> DescribedRun:
     optimizer = (read.text("optimizer") or "AdamW").lower()
     if read.flag("use_8bit_adam"):
         optimizer = "adamw8bit"
+    transformer = "pretrained_transformer_model_name_or_path"
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)
     run = read.describe(
-        model=read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path"),
+        model=read.text(transformer if read.has(transformer) else "pretrained_model_name_or_path"),
         method="lora" if adapter else "full",
         lora_rank=read.whole("rank") if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
@@ -116,5 +117,11 @@ def _sizes(read: RunReader, script: str) -> dict[str, Any]:
             name: read.whole(key) if read.has(key) else read.default(key, *CLIP[key])
             for name, key in sizes.items()
         }
+    if not read.has("resolution") and read.has("height") and read.has("width"):
+        return {name: read.whole(name) for name in ("height", "width")}
+    found = next((side for part, side in SIDES.items() if part in script), None)
+    if found is not None and not read.has("resolution"):
+        read.default("resolution", found, f"examples: {script}.py")
+        return {"height": found, "width": found}
     side = read.whole("resolution")
     return {"height": side, "width": side}

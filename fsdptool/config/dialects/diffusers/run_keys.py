@@ -74,5 +74,7 @@ CLIP = {"height": (480, _COGVIDEO), "width": (720, _COGVIDEO), "max_num_frames":
 """Sizes of a clip that CogVideoX is trained on, where the command names none."""
 BESIDE = ("controlnet", "t2i_adapter", "ip_adapter", "textual_inversion", "custom_diffusion", "lcm_distill")
 """Parts of the names of scripts that train something beside the model, and keep that frozen."""
+SIDES = {"text_to_image_lora_sdxl": 1024}
+"""Part of a script's name, and its default resolution where that is not 512."""
 BATCHES = {"text_to_image": 16}
 """Part of a script's name, and its default where that differs."""
