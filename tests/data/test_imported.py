@@ -103,11 +103,11 @@ SPEC = ModelSpec(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "own_rows.py").write_text(CODE)
+    (tmp_path / "own_samples_code.py").write_text(CODE)
     path = list(sys.path)
     yield tmp_path
     sys.path[:] = path
-    sys.modules.pop("own_rows", None)
+    sys.modules.pop("own_samples_code", None)
 
 
 def recipe_of(folder: Path, name: str, *, evaluation: Evaluation | None = None, **data: Any) -> Recipe:
@@ -115,7 +115,7 @@ def recipe_of(folder: Path, name: str, *, evaluation: Evaluation | None = None, 
     return Recipe(
         ModelChoice("some.net:Net", trust_remote_code=True),
         objective=Objective("module", options={"inputs": INPUTS}),
-        data=Data(source="python", path=f"{folder}/own_rows:{name}", options=options, **data),
+        data=Data(source="python", path=f"{folder}/own_samples_code:{name}", options=options, **data),
         batch=Batch(micro_batch=1, global_batch=4),
         evaluation=evaluation or Evaluation(),
         steps=1,
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_other_samples_is_refused(folder: Path) -> None:
         ("used", {}, "can be read only once"),
         ("number", {}, "is of type int, not a dataset"),
         ("parts", {}, "is of type dict, not a dataset"),
-        ("broken", {}, r"item 1: RuntimeError: no such file, line \d+ of own_rows.py"),
+        ("broken", {}, r"item 1: RuntimeError: no such file, line \d+ of own_samples_code.py"),
         ("nothing", {}, "yields no samples"),
         ("large", {}, r"item 0: x has the shape \(3,\), and the run is planned for \(2,\)"),
         ("decimal", {}, "labels is of float64, and the model takes int64"),
@@ -236,33 +236,35 @@ def test_nothing_is_imported_without_consent(folder: Path) -> None:
     recipe = dataclasses.replace(recipe, model=ModelChoice("some.net:Net"))
     with pytest.raises(ConfigError, match="imported only with --allow-import"):
         prepare(recipe, SPEC)
-    assert "own_rows" not in sys.modules
+    assert "own_samples_code" not in sys.modules
 
 
 def test_code_is_found_beside_the_recipe_and_in_the_working_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = dataclasses.replace(recipe_of(folder, "Table"), data=Data(source="python", path="own_rows:Table"))
+    plain = dataclasses.replace(
+        recipe_of(folder, "Table"), data=Data(source="python", path="own_samples_code:Table")
+    )
     for here in (folder, folder.parent):
         monkeypatch.chdir(here)
-        assert with_places(plain, folder).data.path == f"{folder}/own_rows:Table"
-    assert with_places(plain, folder.parent).data.path == "own_rows:Table", "it is nowhere there"
+        assert with_places(plain, folder).data.path == f"{folder}/own_samples_code:Table"
+    assert with_places(plain, folder.parent).data.path == "own_samples_code:Table", "it is nowhere there"
     monkeypatch.chdir(folder)
     (folder / "jobs").mkdir()
     moved = rebased(plain, folder / "jobs")
-    assert moved.data.path == "../own_rows:Table"
+    assert moved.data.path == "../own_samples_code:Table"
     (folder / "jobs" / "recipe.yaml").write_text(dump_recipe(moved))
     again = with_places(read_recipe(folder / "jobs" / "recipe.yaml"), folder / "jobs")
     assert read(dataclasses.replace(again, **{
         name: getattr(recipe_of(folder, "Table"), name) for name in ("model", "objective", "batch")
     }), 1)  # fmt: skip
-    for path in ("own_rows", "own_rows.py:Table.x:y", "own rows:Table"):
+    for path in ("own_samples_code", "own_samples_code.py:Table.x:y", "own rows:Table"):
         with pytest.raises(ConfigError, match="does not name code"):
             with_places(dataclasses.replace(plain, data=Data(source="python", path=path)), folder)
 
 
 def test_init_takes_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    look = look_at("own_rows:Table", ModuleLoss())
-    assert (look.kind, look.data.source, look.data.path) == ("code", "python", "own_rows:Table")
-    assert "own_rows" not in sys.modules
+    look = look_at("own_samples_code:Table", ModuleLoss())
+    assert (look.kind, look.data.source, look.data.path) == ("code", "python", "own_samples_code:Table")
+    assert "own_samples_code" not in sys.modules

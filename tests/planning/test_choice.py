@@ -248,10 +248,6 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert first.fits
     growing = planned(tmp_path, LLAMA, memory, **fixed, expandable_segments=True)
     assert growing.candidates[0].device_total_bytes == first.device_total_bytes
-    asked = growing.candidates[0]
-    assert asked.reserved_range_bytes is not None
-    assert asked.reserved_peak_bytes is not None
-    assert asked.reserved_range_bytes[1] / asked.reserved_peak_bytes < high / roomy.reserved_peak_bytes
     assert not growing.next_steps
     assert "export it first" in emit_config(plan=growing)
     document = plan_document(tight)
