@@ -347,14 +347,17 @@ def undecided() -> Iterator[str]:
     without = [f"`--assume {name}`" for name in get_args(Assumption) if name not in assumed]
     without += [f"`--loss {name}`" for name in get_args(NamedLoss) if name not in losses]
     if without:
-        yield f"No row ran {', '.join(without)}."
+        yield f"No row ran {' or '.join(without)}."
     gpus = [
         find_gpu(row["cluster"]["gpu"], gpus_file=GPUS).gpu for row in timed if not row.get("gpu_unknown")
     ]
     products = {gpu.name.rpartition("-")[0] or gpu.name for gpu in gpus}
     generations = {generation_of(gpu) for gpu in gpus}
     missing = [entry.gpu for entry in all_entries() if generation_of(entry.gpu) not in generations]
-    yield f"Throughput was published for {len(products)} products, and of no GPU like {_names(missing)}."
+    yield (
+        f"Throughput was published for {len(products)} products, but for no GPU of the generations"
+        f" {_names(missing)}."
+    )
     largest = max(row["gpus"] for row in timed)
     yield f"No row has more than {largest} GPUs: latencies of larger groups are extrapolated."
     yield from json.loads(UNDECIDED.read_text(encoding="utf-8"))["facts"]
