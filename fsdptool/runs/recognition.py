@@ -276,11 +276,8 @@ def _matches(log: LogText, index: TextIndex) -> Iterator[_Seen]:
         for code in item.signature.over:
             replaced[code].update(places.get(item.signature.code, ()))
     for item in _table():
-        code = item.signature.code
-        lines = places.get(code, [])
-        if hidden := replaced.get(code):
-            lines = [at for at in lines if at not in hidden]
-        if lines:
+        hidden = replaced[item.signature.code]
+        if lines := [at for at in places.get(item.signature.code, ()) if at not in hidden]:
             yield _Seen(item, log, tuple(lines))
 
 
@@ -289,8 +286,7 @@ def _lines_of(log: LogText, index: TextIndex, item: _Compiled) -> list[int]:
     found = {at: text for text in reversed(item.signature.texts) for at in index.lines_with(text, COUNTED)}
     lines = sorted(found)
     if item.pattern is not None:
-        windows = _windows(log, lines, found)
-        lines = [at for at, window in windows if item.pattern.search(window)]
+        lines = [at for at, window in _windows(log, lines, found) if item.pattern.search(window)]
     if item.signature.code == "RUN002":
         lines = [at for at in lines if _is_fragmented(log.lines[at])]
     if item.context is not None:
