@@ -23,13 +23,18 @@ def listed(readings: Iterable[Reading], quiet: bool) -> Iterator[tuple[Reading, 
                 yield reading, item
 
 
+def _annotated(readings: Iterable[Reading], quiet: bool) -> Iterator[tuple[Reading, Diagnostic]]:
+    """Return the findings that annotate a file: that it does not configure FSDP is not a remark on a change."""
+    return ((reading, item) for reading, item in listed(readings, quiet) if item.code != "FSD113")
+
+
 _LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def render_github(readings: Iterable[Reading], *, quiet: bool = False) -> str:
     """Return one workflow command per finding; ``quiet`` leaves out those of severity ``info``."""
     lines = []
-    for reading, item in listed(readings, quiet):
+    for reading, item in _annotated(readings, quiet):
         fields = {"title": f"fsdptool {item.code}", "file": item.path or reading.path}
         if item.line is not None:
             fields |= {"line": str(item.line), "col": str(item.column)}
@@ -66,7 +71,7 @@ _SARIF_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 
 def sarif_document(readings: Iterable[Reading]) -> dict[str, Any]:
     """Return the log: one run, its rules, and a result per finding with its region and fixes."""
-    found = list(listed(readings, quiet=False))
+    found = list(_annotated(readings, quiet=False))
     used = sorted({item.code for _, item in found})
     index = {code: number for number, code in enumerate(used)}
     results = [_result(reading, item, index) for reading, item in found]

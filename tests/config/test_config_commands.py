@@ -100,6 +100,19 @@ def test_github_annotations(files: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.parametrize("format", ["github", "sarif"])
+def test_a_file_without_fsdp_is_not_annotated_for_that(
+    files: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    (files / "plain.yaml").write_text("base_model: m\ndatasets: []\ncontext_parallel_size: 2\n")
+    run(["validate", "plain.yaml", "--format", "concise"])
+    assert "FSD113" in capsys.readouterr().out
+    run(["validate", "plain.yaml", "--format", format])
+    out = capsys.readouterr().out
+    assert "FSD305" in out
+    assert "FSD113" not in out
+
+
 def test_sarif(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "with space é.yaml").write_text(BAD)
     (files / "broken.yaml").write_text(": [\n")
