@@ -24,7 +24,7 @@ def listed(readings: Iterable[Reading], quiet: bool) -> Iterator[tuple[Reading, 
 
 
 def _annotated(readings: Iterable[Reading], quiet: bool) -> Iterator[tuple[Reading, Diagnostic]]:
-    """Return the findings that annotate a file: that it does not configure FSDP is not a remark on a change."""
+    """Return the findings that annotate a file. That a file does not configure FSDP is not one."""
     return ((reading, item) for reading, item in listed(readings, quiet) if item.code != "FSD113")
 
 
