@@ -13,7 +13,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ADVISORIES = "fsdptool/advisories/entries/"
 """Entries whose examples only tests read."""
 
-PACKED = ("fsdptool/schemas/", "fsdptool/failures.json", "fsdptool/config/keys_by_version.json", ADVISORIES)
+PACKED = (
+    *("fsdptool/schemas/", "fsdptool/failures.json", "fsdptool/config/keys_by_version.json"),
+    *("fsdptool/planning/data/", ADVISORIES),
+)
 """What ``fsdptool.files.values.read_data`` reads, and takes compressed."""
 
 

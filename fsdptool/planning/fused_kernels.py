@@ -7,13 +7,13 @@ what each part moves per element, eager and fused. A module keeps the ratio of w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsdptool.files.values import read_data
 from fsdptool.records.anatomy import Anatomy
 
 _DATA = Path(__file__).parent / "data" / "fused_kernels.json"
@@ -91,5 +91,5 @@ def _ratio(parts: Mapping[str, int], fused: Collection[str], what: str) -> tuple
 
 @cache
 def _parts() -> dict[str, Any]:
-    parts: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))["parts"]
+    parts: dict[str, Any] = read_data(_DATA)["parts"]
     return parts

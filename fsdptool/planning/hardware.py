@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.errors import PlanError
+from fsdptool.files.values import read_data
 from fsdptool.records.cluster import ALLOCATOR_VARIABLES, AttentionRate, Cluster, Gpu, Machine
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic
@@ -118,7 +119,7 @@ def all_entries(gpus_file: Path | None = None) -> tuple[CatalogueGpu, ...]:
 
 @cache
 def _shipped_gpus() -> tuple[CatalogueGpu, ...]:
-    return tuple(_entry(item) for item in json.loads(_GPUS.read_text(encoding="utf-8"))["gpus"])
+    return tuple(_entry(item) for item in read_data(_GPUS)["gpus"])
 
 
 def _read(path: Path) -> tuple[CatalogueGpu, ...]:
@@ -240,7 +241,7 @@ def _with_rates(row: Machine, gpu: Gpu | None, said: frozenset[str] | None) -> M
 
 @cache
 def _rates() -> dict[str, Any]:
-    rates: dict[str, Any] = json.loads(_ARCHITECTURES.read_text(encoding="utf-8"))
+    rates: dict[str, Any] = read_data(_ARCHITECTURES)
     return rates
 
 
@@ -282,7 +283,7 @@ def write_table(rows: tuple[Machine, ...]) -> str:
 
 @cache
 def _shipped_machines() -> tuple[Machine, ...]:
-    rows = json.loads(_MACHINES.read_text(encoding="utf-8"))["machines"]
+    rows = read_data(_MACHINES)["machines"]
     return tuple(from_json(Machine, row) for row in rows)
 
 

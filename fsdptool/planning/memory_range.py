@@ -8,11 +8,11 @@ widening were chosen so that four of five runs lie in the range that the runs of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from fsdptool.files.values import read_data
 from fsdptool.planning.conformal import PUBLISHED, Spread, spread_of
 from fsdptool.planning.throughput_range import Division, division_weight
 
@@ -49,7 +49,7 @@ class PublishedPeak:
 @cache
 def published_peaks() -> tuple[PublishedPeak, ...]:
     """Return the shipped runs."""
-    rows = json.loads(PUBLISHED.read_text(encoding="utf-8"))["reserved"]
+    rows = read_data(PUBLISHED)["reserved"]
     return tuple(PublishedPeak(**row) for row in rows)
 
 

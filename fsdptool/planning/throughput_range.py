@@ -6,12 +6,12 @@ sources give (``benchmarks/planning/published.py``, which also writes the data).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from fsdptool.files.values import read_data
 from fsdptool.planning.conformal import PUBLISHED, spread_of
 from fsdptool.planning.hardware import machine_for
 from fsdptool.records.cluster import Cluster, Gpu
@@ -64,7 +64,7 @@ class ThroughputRange:
 @cache
 def published_errors() -> tuple[PublishedError, ...]:
     """Return the shipped runs."""
-    rows = json.loads(PUBLISHED.read_text(encoding="utf-8"))["rows"]
+    rows = read_data(PUBLISHED)["rows"]
     return tuple(PublishedError(**row) for row in rows)
 
 
