@@ -416,15 +416,25 @@ def _measure(value: Any) -> None:
             count += outer
 
 
-def _known_size(value: Any, sizes: Mapping[int, int]) -> int | None:
-    """Return how many values a container stands for that holds plain values, or only known containers."""
+def _known_size(value: Any, sizes: dict[int, int]) -> int | None:
+    """Return how many values a container stands for that holds plain values, or only known containers.
+
+    Dictionaries of plain values, the frames of stacks, become known on the way.
+    """
     parts = value.values() if type(value) is dict else value
     kinds = set(map(type, parts))
     if kinds.isdisjoint(_KINDS):
         return len(value)
-    if kinds <= _KINDS and None not in (known := list(map(sizes.get, map(id, parts)))):
-        return len(value) + sum(known)  # type: ignore[arg-type]
-    return None
+    if not kinds <= _KINDS:
+        return None
+    if kinds == {dict}:
+        for part in parts:
+            if id(part) not in sizes:
+                if not _KINDS.isdisjoint(map(type, part.values())):
+                    return None
+                sizes[id(part)] = len(part)
+    known = list(map(sizes.get, map(id, parts)))
+    return None if None in known else len(value) + sum(known)  # type: ignore[arg-type]
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -123,12 +123,16 @@ class Stacks:
         strongest = _NONE
         lines: list[Line | None] = []
         called = False
+        known = self._frames
         for frame in reversed(frames):
-            rank, line = self._frames.get(id(frame)) or self._read(frame)
-            strongest = min(strongest, rank)
-            if called and line is not None:
+            found = known.get(id(frame))
+            rank, line = self._read(frame) if found is None else found
+            if rank < strongest:
+                strongest = rank
+            if not called:
+                called = rank == _CALL
+            elif line is not None:
                 lines.append(line)
-            called = called or rank == _CALL
         return strongest, (*lines, None) if called else ()
 
     def _read(self, frame: Any) -> tuple[int, Line | None]:
