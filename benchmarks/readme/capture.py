@@ -196,7 +196,7 @@ def keep_figures(name: str, plan: Mapping[str, Any]) -> None:
 
 
 _SHOWN = (
-    *("id", "settings", "device_total_bytes", "usable_bytes", "slack_bytes", "rejected_by"),
+    *("id", "settings", "device_total_bytes", "usable_bytes", "slack_bytes", "fit_share", "rejected_by"),
     *("step_seconds", "step_seconds_range", "tokens_per_second", "tokens_per_second_range"),
 )
 _SHOWN_STEP = ("kind", "change", "device_total_bytes", "tokens_per_second")
