@@ -49,7 +49,7 @@ from fsdptool.source.known_models import family_of_builder, family_of_name, laye
             "qwen2.5-vl:72b",
         ),
         ("models--gpt2/snapshots/main/", "gpt2:small"),
-        ("/root/.cache/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "qwen2.5:7b"),
+        ("/srv/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "qwen2.5:7b"),
         ("arcee-ai/Llama-3.1-SuperNova-Lite", "llama3.1:8b"),
     ],
 )
