@@ -194,6 +194,12 @@ def _schemas(incomplete: str) -> Iterable[str]:
     return FORMATS
 
 
+def _consumers(incomplete: str) -> Iterable[str]:
+    from fsdptool.config.dialects import known_programs
+
+    return known_programs()
+
+
 def _precisions(incomplete: str) -> Iterable[str]:
     return ("no", "fp16", "bf16", "fp8")
 
@@ -210,6 +216,8 @@ _VALUES: dict[str, Callable[[str], Iterable[str]]] = {
     "ignore": _codes,
     "dialect": _dialects,
     "preset": _presets,
+    "checkpointing": lambda _: ("none", "full", "every_2", "selective", "optimal"),
+    "consumer": _consumers,
     "layout": lambda _: ("native", "accelerate"),
     "launcher": lambda _: ("torchrun", "accelerate"),
     "precision": _precisions,

@@ -68,16 +68,17 @@ def read_recipe(path: str | Path | SourceText) -> Recipe:
     """
     source = _open(path)
     root = _root(source)
+    outside = [
+        _error(source, node.start, message, "leave it out to use the default")
+        for node, message in _out_of_bounds(read_annotation(Recipe), root, "")
+    ]
     try:
         _check_record(source, Recipe, root, "")
-    except ConfigError:
+    except ConfigError as error:
         _refuse_configuration(source, detect_dialect(root)[0])
-        raise
+        _raise_all([error, *outside])
     _raise_all(
-        [
-            _error(source, node.start, message, "leave it out to use the default")
-            for node, message in _out_of_bounds(read_annotation(Recipe), root, "")
-        ]
+        outside
         + [_error(source, node.start, message, advice) for node, message, advice in contradictions(root)]
     )
     return from_json(Recipe, to_python(root), where="recipe")
@@ -439,18 +440,22 @@ def _value(root: Node, block: str, key: str) -> Any:
 
 
 def _out_of_bounds(annotation: Annotation, node: Node, where: str) -> Iterator[tuple[Node, str]]:
-    """Yield each number that no run can have, with one line that says so."""
+    """Yield each number that no run can have, with one line that says so; other mistakes are passed over."""
     for kind in annotation.kinds:
         if kind.shape is Shape.RECORD and node.kind == "map":
             fields = fields_of(kind.type)
             for entry in effective_entries(node):
                 path = f"{where}.{entry.key}".lstrip(".")
-                yield from _out_of_bounds(fields[str(entry.key)].annotation, entry.node, path)
-        elif kind.shape in (Shape.LIST, Shape.TUPLE):
+                if entry.key in fields:
+                    yield from _out_of_bounds(fields[str(entry.key)].annotation, entry.node, path)
+        elif kind.shape in (Shape.LIST, Shape.TUPLE) and kind.items:
             for index, item in enumerate(node.items):
                 yield from _out_of_bounds(kind.items[min(index, len(kind.items) - 1)], item, where)
         elif (
-            kind.is_number and isinstance(node.value, int | float) and not permits(kind.keywords, node.value)
+            kind.is_number
+            and isinstance(node.value, int | float)
+            and not isinstance(node.value, bool)
+            and not permits(kind.keywords, node.value)
         ):
             yield node, f"{where} must be {bounds_text(kind.keywords)}, not {node.value}"
 

@@ -441,6 +441,10 @@ def shortfall(plan: Plan) -> list[str]:
             ShortfallKind.ACTIVATIONS: "every GPU holds its own micro-batch",
         }
         lines.append(f"more GPUs of this kind cannot help: {reasons[kind]}")
+    if plan.inputs.search == "none":
+        lines.append(
+            "only this configuration was planned: the search also tries checkpointing and --tp, --cp, --ep"
+        )
     return lines
 
 

@@ -43,6 +43,8 @@ def values(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
         ("fsdptool plan x --objective ep", ["epsilon"]),
         ("fsdptool plan x --precision b", ["bf16"]),
         ("fsdptool plan x --dtype bf", ["bfloat16"]),
+        ("fsdptool plan x --checkpointing o", ["optimal"]),
+        ("fsdptool validate x --consumer ax", ["axolotl"]),
         ("fsdptool plan llama3:7", ["70b"]),
         ("fsdptool detect llama3.3", ["llama3.3:70b"]),
         ("fsdptool families gener", ["generic"]),

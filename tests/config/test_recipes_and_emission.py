@@ -73,13 +73,16 @@ def test_mistakes_are_one_line_with_their_place(extra: str) -> None:
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_recipe("model:\n  refrence: llama3:8b\nlr: 3\nbatch: {micro_batch: x, acumulation: 2}\n")
+        read_recipe(
+            "model:\n  refrence: llama3:8b\nlr: 3\nbatch: {micro_batch: x, acumulation: 2}\nsteps: -3\n"
+        )
     said = [(error.message, error.help) for error in (caught.value, *caught.value.others)]
     assert [message.partition(" ")[0] for message, _ in said] == [
         "recipe:2:3:",
         "recipe:3:1:",
         "recipe:4:22:",
         "recipe:4:25:",
+        "recipe:5:8:",
     ]
     assert said[0] == ("recipe:2:3: unknown key 'model.refrence'", "did you mean reference?")
     assert said[1] == ("recipe:3:1: unknown key 'lr'", "write optimizer.learning_rate")
