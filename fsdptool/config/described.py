@@ -430,6 +430,9 @@ def _launch(
     elif command.program == "torchrun":
         launch = replace(launch, processes=_product(flags, "nproc_per_node", "nnodes"))
     elif command.program == "deepspeed":
+        named = str(flags.get("include") or "")
+        if re.fullmatch(r"localhost:\d+(?:,\d+)*", named):
+            flags["num_gpus"] = named.count(",") + 1
         launch = replace(launch, processes=_product(flags, "num_gpus", "num_nodes"), deepspeed=True)
     elif command.program == "python" and script is not None and command.verb == "":
         launch = replace(launch, processes=1)

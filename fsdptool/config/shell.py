@@ -22,6 +22,8 @@ _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
 _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
+_WRITES = re.compile(r"""(?:\d|&)?>>?(?:&[\d-]|[ \t]*(?:"[^"\n]*"|'[^'\n]*'|[^\s;|&"'])+)?""")
+"""Where a command writes to. ``<`` is not read: people write ``<your model>`` for what is to be filled in."""
 _ARRAY = re.compile(r"\w\+?=$")
 _ESCAPED = re.compile(r"\\([\"\\`])")
 """What a backslash escapes within double quotes."""
@@ -329,7 +331,7 @@ def _quoted(text: str, index: int, end: int) -> int:
 
 
 def words_of(text: str, start: int, end: int) -> Iterator[Node]:
-    """Yield the words of a command, with what quotes and backslashes make of them."""
+    """Yield the words of a command, with what quotes and backslashes make of them; not where it writes to."""
     index = start
     while index < end:
         if text[index].isspace():
@@ -341,6 +343,8 @@ def words_of(text: str, start: int, end: int) -> Iterator[Node]:
         elif text[index] == "#" and (index == start or text[index - 1].isspace()):
             line = text.find("\n", index, end)
             index = end if line < 0 else line
+        elif written := _WRITES.match(text, index, end):
+            index = written.end()
         else:
             node = _shell_word(text, index, end)
             yield node
@@ -465,6 +469,8 @@ def _parsed(text: str, command: Command, index: int) -> Command:
         elif character == "#" and (index == 0 or text[index - 1].isspace()):
             line = text.find("\n", index, end)
             index = end if line < 0 else line
+        elif written := _WRITES.match(text, index, end):
+            index = written.end()
         elif character == "-" and (match := _FLAG.match(text, index, end)):
             own = launches and command.script is None
             if own and variable is not None and match.group(1).replace("-", "_") in _TRAINING:
@@ -502,6 +508,7 @@ def _flag(text: str, match: re.Match[str], limit: int, *, launcher: bool) -> tup
         after = re.compile(r"(?:[ \t]|\\\r?\n)+").match(text, index, limit)
         start = after.end() if after else index
         bare = start >= limit or text[start] in "\r\n#" or _FLAG.match(text, start) is not None
+        bare = bare or _WRITES.match(text, start) is not None
         switch = launcher and name.replace("-", "_").lower() in _LAUNCHER_SWITCHES
         if bare or after is None or (switch and _TRUTH.match(text, start) is None):
             node = Node("scalar", index, index, True, raw="")

@@ -454,8 +454,8 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
         )
     elif name == "kto":
         limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
-    elif name == "reward":
-        limits.append(PlanLimit("reward: the second row of each pair", "more"))
+    elif name == "reward" and run.program == "llamafactory":  # train/rm: a head beside the language model's
+        limits.append(PlanLimit("reward: logits of the language model, which are made and not used", "more"))
     elif name is not None and name not in _OBJECTIVES:
         limits.append(PlanLimit(f"objective {name}: the model's usual loss is planned", None))
     if name == "dpo" and run.method not in (None, "full"):
@@ -467,8 +467,10 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
 def _batch(run: DescribedRun, ranks: int, limits: list[PlanLimit], decided: Collection[str]) -> Batch:
     # A square stands for the largest picture, in the patches of all denoisers.
     side = isqrt(run.pixel_area) // 16 * 16 if run.pixel_area else None
+    # The two rows of a pair are rows of one batch (TRL 1.16 ``reward_trainer.py``: DataCollatorForPreference).
+    rows = 2 if run.objective == "reward" else 1
     batch = Batch(
-        micro_batch=run.micro_batch or 1,
+        micro_batch=(run.micro_batch or 1) * rows,
         sequence_length=run.sequence_length,
         height=run.height or side,
         width=run.width or side,
@@ -478,13 +480,14 @@ def _batch(run: DescribedRun, ranks: int, limits: list[PlanLimit], decided: Coll
         return replace(batch, accumulation=run.accumulation or 1)
     mesh = run.mesh
     data = max(ranks // ((mesh.cp or 1) * (mesh.tp or 1) * (mesh.pp or 1)), 1)
-    if ranks == run.processes and run.global_batch % (batch.micro_batch * data):
+    total = run.global_batch * rows
+    if ranks == run.processes and total % (batch.micro_batch * data):
         # The program refuses what its file says of its own ranks; other ranks are what options say.
         what = f"a global batch of {run.global_batch} on {data} data-parallel ranks"
         if not {"accumulation", "global_batch"} & {*decided}:
             limits.append(PlanLimit(f"{what}, which do not divide it: accumulation 1 is planned", "more"))
         return batch
-    return replace(batch, global_batch=run.global_batch)
+    return replace(batch, global_batch=total)
 
 
 def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool, decided: Collection[str]) -> Optimizer:

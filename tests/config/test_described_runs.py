@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,94 @@ def test_the_policy_of_ppo_is_the_model_of_the_run() -> None:
         f"{text.partition('reward')[0]}{text[text.index('dtype') :]}reward_and_value_model:\n{sizes}"
     ).keys
     assert [item.key for item in keys.unmodelled_by_section()] == ["reward_and_value_model.*"]
+
+
+def test_grpo_of_torchtune_passes_all_completions_at_once() -> None:
+    text = (
+        "tokenizer: {max_seq_len: 512}\nmodel: {_component_: torchtune.models.qwen2_5.qwen2_5_3b}\n"
+        "dtype: bf16\nbatch_size: 2\ngrpo_samples: 8\nmax_generated_tokens: 64\nforward_batch_size: 1\n"
+        "optimizer: {_component_: torch.optim.AdamW}\nloss: {_component_: torchtune.dev.rl.loss.GRPOLoss}\n"
+    )
+    run = described(text)
+    assert (run.objective, run.fsdp, run.reshard) == ("grpo", 2, False)
+    assert (run.micro_batch, run.accumulation, run.sequence_length) == (16, 1, 576)
+
+
+def test_pictures_and_texts_of_automodel_are_packed_by_keys_of_their_own() -> None:
+    head = (
+        "recipe: FinetuneRecipeForVLM\nstep_scheduler: {local_batch_size: 1, global_batch_size: 8}\n"
+        "model: {_target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained,"
+        " pretrained_model_name_or_path: google/gemma-3-4b-it}\ndistributed: {strategy: fsdp2}\n"
+    )
+    packed = described(f"{head}packed_sequence: {{pretokenize: true, max_length: 300, pack_size: 512}}\n")
+    below = described(f"{head}dataset: {{_target_: a.b, packing: {{enabled: true, pack_size: 256}}}}\n")
+    plain = described(f"{head}dataset: {{_target_: a.b, packing: {{enabled: false, pack_size: 256}}}}\n")
+    found = [(run.packing, run.sequence_length) for run in (packed, below, plain)]
+    assert found == [(True, 512), (True, 256), (False, None)]
+
+
+def test_accelerate_shards_what_axolotl_starts_under_it(tmp_path: Path) -> None:
+    """Its environment counts where the file has no FSDP of its own, and it casts what trains to fp32."""
+    text = "base_model: org/Llama-3.1-8B\ndatasets: [{path: a}]\nlearning_rate: 1e-4\nbf16: true\n"
+    (tmp_path / "train.yaml").write_text(text)
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2,"
+        " fsdp_offload_params: true, fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}\n"
+    )
+    found = []
+    for file in ("fsdp.yaml", "nowhere.yaml"):
+        line = tmp_path / "run.sh"
+        line.write_text(f"accelerate launch --config_file {file} -m axolotl.cli.train train.yaml\n")
+        found.append(describe_path(line))
+    sharded, open_ = found
+    assert sharded is not None and open_ is not None
+    assert (sharded.fsdp, sharded.stored_dtype, sharded.cpu_offload, sharded.processes) == (2, "fp32", True, 4)
+    assert sharded.wrap_classes == ("LlamaDecoderLayer",)
+    assert open_.fsdp is None
+
+
+@pytest.mark.parametrize("where", [">> log.txt 2>&1 &", "> 'a b' ", "2>err &>all", ">$HOME/x"])
+def test_where_a_command_writes_to_is_no_value_of_its_flags(where: str) -> None:
+    run = described(f"trl sft --model_name_or_path org/Llama-3.1-8B --dataset_name d --bf16 {where}\n")
+    assert run.compute_dtype == "bf16"
+    assert run.problems == ()
+
+
+def test_the_gpus_that_deepspeed_includes_are_counted() -> None:
+    flags = "--model_name_or_path org/Llama-3.1-8B --output_dir o --deepspeed ds.json"
+    run = described(f"deepspeed --include localhost:0,3,5 run_clm.py {flags}\n")
+    assert run.processes == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "expected"),
+    [
+        ("flux", {}, ("to_out.0", "add_k_proj")),
+        ("flux", {"flux_lora_target": "tiny"}, ("single_transformer_blocks.20.proj_out",)),
+        ("flux", {"peft_lora_target_modules": ["x_embedder"]}, ("x_embedder",)),
+        ("sdxl", {}, ("to_out.0",)),
+        ("auraflow", {}, ("to_add_out",)),
+    ],
+)
+def test_simpletuner_chooses_layers_by_the_family(
+    family: str, more: dict[str, object], expected: tuple[str, ...]
+) -> None:
+    keys = {"model_family": family, "model_type": "lora", "data_backend_config": "b.json", **more}
+    targets = described(json.dumps(keys)).lora_targets
+    assert isinstance(targets, tuple)
+    assert {*expected} <= {*targets}
+    assert ("add_k_proj" in targets) == (family != "sdxl" and not more)
+
+
+def test_the_first_shell_files_of_simpletuner_train_whole_models(tmp_path: Path) -> None:
+    file = tmp_path / "config.env"
+    file.write_text(
+        "export MODEL_NAME=stabilityai/stable-diffusion-2-1\nexport RESOLUTION=768\n"
+        "export RESOLUTION_TYPE=pixel\nexport TRAIN_BATCH_SIZE=15\nexport GRADIENT_ACCUMULATION_STEPS=10\n"
+    )
+    run = describe_path(file)
+    assert run is not None
+    assert (run.program, run.method, run.height, run.global_batch) == ("simpletuner", "full", 768, 150)
 
 
 def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:

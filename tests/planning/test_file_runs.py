@@ -258,21 +258,21 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
 
 
 @pytest.mark.parametrize(
-    ("line", "certain"),
+    ("line", "rows"),
     [
-        ("python run_glue.py --task_name mrpc --do_train --max_seq_length 32", True),
-        ("trl reward --dataset_name d --max_length 32", False),
+        ("python run_glue.py --task_name mrpc --do_train --max_seq_length 32", 8),
+        ("trl reward --dataset_name d --max_length 32", 16),
     ],
 )
 def test_texts_that_are_labelled_have_a_head_of_classes(
-    model: str, tmp_path: Path, line: str, certain: bool
+    model: str, tmp_path: Path, line: str, rows: int
 ) -> None:
-    """A reward counts one of the two rows of each pair: the plan says that the run needs more."""
+    """The two rows of a pair are rows of one micro-batch."""
     text = f"{line} --model_name_or_path org/model --output_dir o\n"
     plan = planned(tmp_path / "run.sh", text, model, gpus=1)
     assert plan.candidates[0].device_total_bytes is not None
     assert plan.inputs.recipe.model.overrides["architectures"] == ["LlamaForSequenceClassification"]
-    assert plan.verdict == ("fits" if certain else "unknown")
+    assert (plan.verdict, plan.inputs.recipe.batch.micro_batch) == ("fits", rows)
 
 
 @pytest.mark.slow

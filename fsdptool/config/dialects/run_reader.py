@@ -411,6 +411,8 @@ class RunReader:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 self.problems.append(f"{name}: {str(value)[:60]!r} is not a whole number")
                 facts[name] = None
+        if facts.get("objective") == "reward":
+            self.notes.append("a pair is planned as two rows of the micro-batch")
         rank = facts.get("lora_rank")
         if rank is not None and rank < 1:
             self.problems.append(f"the rank of adapters is {rank}: it must be positive")

@@ -43,7 +43,7 @@ def describe(file: RunFile) -> DescribedRun:
         )
     compute = dtype_word(read.text("model.compute_dtype")) or "bf16" if diffusion else "bf16"
     length = None if diffusion else _length(read)
-    packed = (read.whole("packed_sequence.packed_sequence_size") or 0) > 0
+    packed = _packed(read) > 0
     return read.describe(
         model=model,
         method="qlora" if adapter and four else "lora" if adapter else "full",
@@ -165,8 +165,16 @@ def _objective(read: RunReader, diffusion: bool) -> str:
     return "pretrain" if from_config and not read.flag("model.load_base_model") else "sft"
 
 
+def _packed(read: RunReader) -> int:
+    """Return the tokens of a packed row, 0 without packing; images are packed by a key of their own (0.7.0,
+    ``recipes/_typed_config.py:401-453``), which older files have below the data set."""
+    plain = read.whole("packed_sequence.packed_sequence_size") or 0
+    below = "dataset.packing" if read.flag("dataset.packing.enabled") else "packed_sequence"
+    return plain or read.whole(f"{below}.pack_size") or 0
+
+
 def _length(read: RunReader) -> int | None:
-    packed = read.whole("packed_sequence.packed_sequence_size")
+    packed = _packed(read)
     if packed:
         return packed
     length = read.whole(

@@ -38,6 +38,17 @@ def describe(file: RunFile) -> DescribedRun:
     stored: str | None = "fp32" if adapter else base
     if adapter and read.value("peft_autocast_adapter_dtype") is False and fsdp == "none":
         stored = dtype  # loaders/adapter.py:368; under FSDP2 accelerate casts what trains to fp32
+    if fsdp == "none" and file.launch.fsdp:
+        # The environment that accelerate sets counts, and axolotl's own preparation is not put in its place.
+        fsdp, stored = file.launch.fsdp, "fp32" if dtype != "fp32" else stored
+        sharding = {
+            "wrap_classes": file.launch.wrap_classes,
+            "reshard": file.launch.reshard,
+            "cpu_offload": file.launch.cpu_offload,
+            "checkpoints": file.launch.checkpointing,
+        }
+    elif file.launch.unread is not None and fsdp == "none":
+        fsdp = None
     if fsdp == 1:
         stored = "fp32"  # accelerate's preparation of FSDP1 upcasts what trains
     plugins = " ".join(map(str, _list(read.value("plugins")))).lower()
@@ -171,8 +182,10 @@ def _objective(read: RunReader) -> str:
     rl = read.text("rl")
     if rl:
         return rl.lower()
-    if read.flag("reward_model") or read.flag("process_reward_model"):
+    if read.flag("reward_model"):
         return "reward"
+    if read.flag("process_reward_model"):
+        return "classification"  # of the steps of one row: TRL's PRMTrainer
     return "pretrain" if read.value("pretraining_dataset") else "sft"
 
 

@@ -137,9 +137,13 @@ class SimpleTuner(Dialect):
         read(lint)
 
     def describes(self, root: Node) -> float:
-        """Return :meth:`matches`, and whether the variables are those of versions before 2.0."""
+        """Return :meth:`matches`, and whether the variables are those of versions before 2.0.
+
+        The first versions trained whole models alone, and had no ``MODEL_TYPE``.
+        """
         keys = {str(entry.key) for entry in root.entries}
-        return 1.0 if {"MODEL_TYPE", "TRAIN_BATCH_SIZE"} <= keys else self.matches(root)
+        old = {"MODEL_TYPE", "RESOLUTION_TYPE"} & keys and {"MODEL_NAME", "TRAIN_BATCH_SIZE"} <= keys
+        return 1.0 if old or {"MODEL_TYPE", "TRAIN_BATCH_SIZE"} <= keys else self.matches(root)
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line starts SimpleTuner."""

@@ -23,13 +23,15 @@ from fsdptool.config.dialects.run_reader import (
 from fsdptool.config.dialects.simpletuner.run_keys import (
     DEFAULT_FLAVOURS,
     ENVIRONMENT,
+    FLUX_TARGETS,
     KEYS,
+    LORA_TARGETS,
     MODELS,
+    PLAIN_TARGETS,
     SWITCHES,
 )
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
-_TARGETS = ("to_k", "to_q", "to_v", "to_out.0")
 _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _TRAINED = frozenset({"image", "video", "audio", ""})
@@ -70,7 +72,7 @@ def describe(file: RunFile) -> DescribedRun:
         method=method,
         lora_rank=read.whole("lora_rank") if standard else None,
         lora_dropout=read.number("lora_dropout") if standard else None,
-        lora_targets=_TARGETS if standard else None,
+        lora_targets=_targets(read) if standard else None,
         ema=read.flag("use_ema") and read.text("ema_device") == "accelerator",
         base_dtype=base if adapter else None,
         quantisation=quantisation,
@@ -102,7 +104,7 @@ def describe(file: RunFile) -> DescribedRun:
 def _flags(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys without leading dashes; of a shell file the flags that its variables stand for."""
     plain = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
-    if not any(key in plain for key in ("MODEL_TYPE", "TRAINER_EXTRA_ARGS")):
+    if not any(key in plain for key in ("MODEL_TYPE", "TRAINER_EXTRA_ARGS", "TRAIN_BATCH_SIZE")):
         return plain
     flags: dict[str, Any] = {"model_family": "sdxl"}
     for key, value in plain.items():
@@ -138,6 +140,17 @@ def _model(read: RunReader) -> str | None:
         flavour = str(read.default("model_flavour", DEFAULT_FLAVOURS[family], source))
     known = MODELS.get(family, {})
     return known.get((flavour or "").lower()) or f"{family} {flavour or ''}".strip() or None
+
+
+def _targets(read: RunReader) -> tuple[str, ...]:
+    """Return the layers with adapters: those that are named, or those of the family."""
+    named = read.names("peft_lora_target_modules")
+    family = (read.text("model_family") or "").lower()
+    if named is not None:
+        return (named,) if isinstance(named, str) else named
+    if family in ("flux", "chroma"):
+        return FLUX_TARGETS.get(read.text("flux_lora_target") or "all", PLAIN_TARGETS)
+    return LORA_TARGETS.get(family, PLAIN_TARGETS)
 
 
 def _weights(read: RunReader) -> str:

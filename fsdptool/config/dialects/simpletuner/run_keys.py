@@ -22,6 +22,7 @@ KEYS = RunKeys(
         "num_train_epochs": (1, f"{_SECTIONS}/training.py:26"),
         "lora_rank": (16, f"{_SECTIONS}/lora.py:25"),
         "lora_dropout": (0.1, f"{_SECTIONS}/lora.py"),
+        "flux_lora_target": ("all", f"{_SECTIONS}/lora.py"),
         "ema_device": ("cpu", f"{_SECTIONS}/training.py"),
         "lora_type": ("standard", f"{_SECTIONS}/lora.py:70"),
         "base_model_precision": ("no_change", f"{_SECTIONS}/model.py:451"),
@@ -245,6 +246,7 @@ ENVIRONMENT = {
     "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing", "USE_EMA": "use_ema",
     "MIXED_PRECISION": "mixed_precision", "TRAINING_NUM_PROCESSES": "num_processes",
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend", "USE_DORA": "use_dora", "CONTROLNET": "controlnet",
+    "FLUX_LORA_TARGET": "flux_lora_target",
 }  # fmt: skip
 """Variables of the shell files before version 2.0, and the flags that they became."""
 SWITCHES = {
@@ -252,3 +254,31 @@ SWITCHES = {
     "STABLE_DIFFUSION_LEGACY": "sd1x",
 }  # fmt: skip
 """Variables that chose the family; without one it is SDXL."""
+
+_IMAGE, _TEXT = ("to_k", "to_q", "to_v", "to_out.0"), ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+_MLP, _TEXT_MLP = ("ff.net.0.proj", "ff.net.2"), ("ff_context.net.0.proj", "ff_context.net.2")
+_SINGLE = ("proj_mlp", "proj_out")
+_ALL = (*_IMAGE, *_TEXT)
+LORA_TARGETS = {
+    "auraflow": _ALL,
+    "flux2": ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj"),
+    "hunyuanvideo": _ALL,
+    "kandinsky5-image": ("to_key", "to_query", "to_value"),
+    "kandinsky5-video": ("to_key", "to_query", "to_value"),
+    "mageflow": _ALL,
+}
+"""Layers with adapters, where they are not those of :data:`PLAIN_TARGETS` (4.10.1 ``helpers/models/*/model.py``:
+DEFAULT_LORA_TARGET; names that only fused projections have are left out)."""
+PLAIN_TARGETS = _IMAGE
+FLUX_TARGETS = {
+    "all": _ALL,
+    "context": _TEXT,
+    "context+ffs": (*_TEXT, *_TEXT_MLP),
+    "all+ffs": (*_ALL, *_MLP, *_TEXT_MLP, *_SINGLE),
+    "all+ffs+embedder": ("x_embedder", *_ALL, *_MLP, *_TEXT_MLP, *_SINGLE),
+    "ai-toolkit": (*_ALL, *_MLP, *_TEXT_MLP, "norm.linear", "norm1.linear", "norm1_context.linear", *_SINGLE),
+    "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
+    "nano": ("single_transformer_blocks.7.proj_out",),
+}
+"""Layers of ``flux_lora_target`` (``helpers/models/flux/model.py``: get_lora_target_layers); other words mean the
+plain ones."""

@@ -1,6 +1,7 @@
 """The run that a torchtune file describes.
 
 Source: torchtune 0.6.1 ``recipes/full_finetune_distributed.py``, ``recipes/lora_finetune_distributed.py``,
+``recipes/dev/grpo_full_finetune_distributed.py`` (all completions in one pass, no accumulation, no resharding),
 ``torchtune/training/_distributed.py:470`` (units), ``torchtune/modules/low_precision`` (nf4).
 """
 
@@ -35,9 +36,11 @@ def describe(file: RunFile) -> DescribedRun | None:
     adapter = quantised or name.startswith(("lora_", "dora_"))
     dtype = dtype_word(read.text("dtype"))
     distributed, processes = _recipe(read, file)
-    ppo = model == "policy_model"
-    accumulation = read.whole("gradient_accumulation_steps")
+    ppo, grpo = model == "policy_model", read.has("grpo_samples")
+    accumulation = 1 if grpo else read.whole("gradient_accumulation_steps")
     micro = _ppo_micro_batch(read, accumulation) if ppo else read.whole("batch_size")
+    if grpo and micro is not None:
+        micro *= read.whole("grpo_samples") or 1  # every completion of every prompt in one pass: grpo_step
     mesh = _mesh(read) if distributed else DescribedMesh()
     optimizer = read.text("optimizer._component_")
     recomputes = read.flag("enable_activation_checkpointing")
@@ -49,7 +52,7 @@ def describe(file: RunFile) -> DescribedRun | None:
     layers = read.names("custom_sharded_layers")
     listed = (layers,) if isinstance(layers, str) else layers or ()
     length = read.whole("tokenizer.max_seq_len")
-    if ppo and length is not None:
+    if (ppo or grpo) and length is not None:
         length += read.whole("max_generated_tokens") or 0
     if length is None:
         read.notes.append("tokenizer.max_seq_len is empty: samples are not cut, so the length is in the data")
@@ -82,7 +85,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         processes=processes,
         fsdp=2 if distributed else "none",
         wrap_classes=("every module named *.layers.<i>", *listed) if distributed else None,
-        reshard=read.flag("fsdp_reshard_after_forward") if distributed else None,
+        reshard=read.flag("fsdp_reshard_after_forward") and not grpo if distributed else None,
         cpu_offload=distributed and read.flag("fsdp_cpu_offload"),
         mesh=mesh,
         steps=steps,
@@ -95,7 +98,7 @@ def _recipe(read: RunReader, file: RunFile) -> tuple[bool, int | None]:
     named = " ".join(map(str, file.data)) if file.launch.program == "tune" else ""
     words = f"{file.launch.verb} {named} {file.hints}".replace("multi-device", "distributed")
     first = re.search(r"single[_ ]device|distributed", words)
-    if any(read.has(key) for key in _DISTRIBUTED):
+    if any(read.has(key) for key in _DISTRIBUTED) or read.has("grpo_samples"):
         distributed = True
     elif read.flag("optimizer_in_bwd") and "bitsandbytes" in str(read.raw("optimizer._component_")):
         distributed = False
@@ -140,6 +143,8 @@ def _objective(read: RunReader, loss: str) -> str:
         return "distillation"
     if read.has("policy_model"):
         return "ppo"
+    if read.has("grpo_samples"):
+        return "grpo"
     if "DPO" in loss or "Rso" in loss or "SimPO" in loss:
         return "dpo"
     component = str(read.raw("dataset._component_") or "")

@@ -40,7 +40,8 @@ KEYS = RunKeys(
     model.image_size tensor_parallel_plan tensor_parallel_plan.* _non_blocking_checkpoint
     ref_policy_checkpointer ref_policy_checkpointer.* value_checkpointer value_checkpointer.*
     reward_checkpointer reward_checkpointer.* num_steps ppo_epochs temperature top_k min_response_length
-    penalise_no_eos reward_penalty stop_token_ids
+    penalise_no_eos reward_penalty stop_token_ids save_every_n_epochs reward_functions reward_functions.*
+    gradient_accumulation_steps
     """),
     unknown="dropped",
     learning={
