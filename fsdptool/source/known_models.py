@@ -42,6 +42,8 @@ _SAME_SHAPES = {
     "chroma1": "chroma1-hd", "chroma1-hd-hd": "chroma1-hd", "chroma1-hd-flash": "chroma1-hd",
     "z-image": "z-image-turbo", "z-image-turbo-turbo": "z-image-turbo",
     "sdxl-turbo": "sdxl-1.0", "realvisxl-v5.0": "sdxl-1.0",
+    "hidream-i1-dev": "hidream-i1-full", "hidream-i1-fast": "hidream-i1-full",
+    "wav2vec2-xls-r-300m": "wav2vec2-large-xlsr-53",
     "dreamshaper-8": "stable-diffusion-v1-5", "hunyuanvideo-1.5-480p-t2v": "hunyuanvideo-1.5-720p-t2v",
 }  # fmt: skip
 """Names of models whose shapes are those of another one, applied in this order."""
@@ -49,6 +51,14 @@ _OTHER_UPLOADS = {
     "tencent/hunyuanvideo-1.5": "hunyuanvideo-1.5:8b",
     "terminusresearch/sana-1.6b-1024px": "sana:1.6b",
     "black-forest-labs/flux.2-klein-base-4b": "flux.2:klein-4b",
+    "black-forest-labs/flux.2-klein-base-9b": "flux.2:klein-9b",
+    "stabilityai/stable-diffusion-2": "sd2:unet-2.1",
+    "stabilityai/stable-diffusion-2-base": "sd2:unet-2.1",
+    "timbrooks/instruct-pix2pix": "sd1.5:unet",  # four channels more of input: 11,520 parameters
+    "deepseek-ai/deepseek-v2": "deepseek-v2:236b",
+    "deepseek-ai/deepseek-v2-chat": "deepseek-v2:236b",
+    "deepseek-ai/deepseek-coder-v2-base": "deepseek-v2:236b",
+    "deepseek-ai/deepseek-coder-v2-instruct": "deepseek-v2:236b",
     "arcee-ai/llama-3.1-supernova-lite": "llama3.1:8b",
     "nvidia/cosmos-predict2-2b": "cosmos:predict2-2b-text2image",
 }
@@ -56,7 +66,7 @@ _OTHER_UPLOADS = {
 _OTHER_SHAPES = frozenset([
     "vl", "omni", "audio", "vision", "eagle", "eagle3", "medusa", "draft", "pruned", "minitron", "embedding",
     "reranker", "lora", "moe", "distill", "merge", "upscaled", "depth", "llava", "onevision", "vlm", "ocr",
-    "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet",
+    "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet", "multimodal",
 ])  # fmt: skip
 """Parts of a name that stand for other shapes than those of the name around them."""
 _SIZE = re.compile(

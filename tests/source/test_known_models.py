@@ -105,3 +105,20 @@ def test_layers_are_named_as_recorded_or_as_transformers_names_them() -> None:
     assert layer_classes_of("wan2.1:t2v-1.3b") == ("WanTransformerBlock",)
     assert layer_classes_of("qwen2.5:7b") == ("Qwen2DecoderLayer",)
     assert layer_classes_of(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("Qwen/Qwen3.5-0.8B-Base", "qwen3.5:0.8b"),
+        ("google/mt5-small", "mt5:small"),
+        ("LiquidAI/LFM2-1.2B", "lfm2:1.2b"),
+        ("LiquidAI/LFM2-VL-450M", None),
+        ("axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16", "deepseek-v2:236b"),
+        ("stabilityai/stable-diffusion-2-base", "sd2:unet-2.1"),
+        ("black-forest-labs/FLUX.2-klein-base-9B", "flux.2:klein-9b"),
+        ("microsoft/Phi-4-multimodal-instruct", None),
+    ],
+)
+def test_models_of_training_files_are_known_or_left_open(name: str, reference: str | None) -> None:
+    assert family_of_name(name)[0] == reference
