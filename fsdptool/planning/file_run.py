@@ -45,6 +45,7 @@ from fsdptool.records.recipe import (
 from fsdptool.records.sharding import FsdpSettings, Precision
 from fsdptool.scripts import SCRIPTS
 from fsdptool.source.known_models import layer_classes_of
+from fsdptool.source.peft_targets import PEFT_TARGETS
 from fsdptool.source.references import IMPORT_FLAG, is_import
 
 _FILES = frozenset({
@@ -409,7 +410,7 @@ def _method(
     if run.method not in ("lora", *QUANTISED_BASES):
         limits.append(PlanLimit(f"method {run.method}: full fine-tuning is planned", "less"))
         return Method()
-    targets = run.lora_targets
+    targets = _chosen_targets(run, choice)
     words = run.quantisation or "none"
     named = next((base for word, base in _FORMATS.items() if word in words), "unchanged")
     base = QUANTISED_BASES.get(str(run.method), named)
@@ -428,6 +429,16 @@ def _method(
             base=cast("Any", base),
         ),
     )
+
+
+def _chosen_targets(run: DescribedRun, choice: ModelChoice) -> tuple[str, ...] | str | None:
+    """Return the targets of adapters: where peft chooses them, by the model that is planned."""
+    if not any(item.key == "lora_target_modules" for item in run.defaults):
+        return run.lora_targets
+    from fsdptool.source import resolve_choice
+
+    kind = resolve_choice(choice).config.get("model_type")
+    return PEFT_TARGETS.get(str(kind), run.lora_targets)
 
 
 def _targets(names: Sequence[str] | str) -> tuple[str, ...] | str:

@@ -21,10 +21,10 @@ from fsdptool.config.dialects.run_reader import (
     state_bits,
 )
 from fsdptool.config.dialects.trainer.run import arguments
-from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, PEFT_TARGETS, WITHOUT_DROPOUT
+from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
 from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedRun
-from fsdptool.source.known_models import family_of_name
+from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
 """Keys of 0.18 that 1.16 refuses and that decide the run."""
@@ -119,9 +119,12 @@ def _targets(read: RunReader) -> tuple[str, ...] | str:
     named = read.names("lora_target_modules")
     if named is None:
         model = read.text("model_name_or_path", "model_name") or ""
-        family = (family_of_name(model)[0] or "").partition(":")[0]
-        chosen = PEFT_TARGETS.get(family, ("q_proj", "v_proj"))
-        read.default("lora_target_modules", ", ".join(chosen), "peft 0.21 utils/constants.py, by the model")
+        kind = type_of(model)
+        if kind is not None and kind not in PEFT_TARGETS:
+            read.problems.append(f"peft has no layers for models of type {kind}: name lora_target_modules")
+        chosen = PEFT_TARGETS.get(kind or "", USUAL)
+        told = chosen if isinstance(chosen, str) else ", ".join(chosen)
+        read.default("lora_target_modules", told, "peft 0.21 utils/constants.py, by the model")
         return chosen
     return named
 

@@ -100,14 +100,3 @@ OLD_DEFAULTS = {
 
 WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
 """Trainers that switch dropout off (``disable_dropout`` of ``trainer/*_config.py``)."""
-
-PEFT_TARGETS = {
-    "gpt2": ("c_attn",), "bloom": ("query_key_value",), "gpt-neox": ("query_key_value",),
-    "pythia": ("query_key_value",), "falcon": ("query_key_value",), "mpt": ("Wqkv",), "t5": ("q", "v"),
-    "flan-t5": ("q", "v"), "mt5": ("q", "v"),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"), "bert": ("query", "value"), "roberta": ("query", "value"),
-}  # fmt: skip
-"""Families whose layers peft adapts by other names than ``q_proj`` and ``v_proj``, where none are named.
-
-Source: peft 0.21 ``utils/constants.py:TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``.
-"""
