@@ -231,7 +231,8 @@ def file_run(
         recipe = replace(recipe, objective=Objective(), method=_without_reference(recipe.method))
     options: dict[str, Any] = {}
     if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
-        options["loss"] = _LOSSES.get(run.fused_loss, run.fused_loss)
+        compiled = run.compiled_loss and run.fused_loss == "none"
+        options["loss"] = "compiled" if compiled else _LOSSES.get(run.fused_loss, run.fused_loss)
     if run.fused_kernels:
         options["assume"] = run.fused_kernels
     stored = TORCH_DTYPES.get(run.stored_dtype or "")
@@ -478,7 +479,7 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
 def _batch(run: DescribedRun, ranks: int, limits: list[PlanLimit], decided: Collection[str]) -> Batch:
     # A square stands for the largest picture, in the patches of all denoisers.
     side = isqrt(run.pixel_area) // 16 * 16 if run.pixel_area else None
-    # The two rows of a pair are rows of one batch (TRL 1.16 ``reward_trainer.py``: DataCollatorForPreference).
+    # A pair is two rows of one batch (TRL 1.16 ``reward_trainer.py``: DataCollatorForPreference).
     rows = 2 if run.objective == "reward" else 1
     batch = Batch(
         micro_batch=(run.micro_batch or 1) * rows,

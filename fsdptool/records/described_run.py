@@ -156,6 +156,7 @@ class DescribedRun:
         fused_kernels: Which kernels of its blocks are fused, by the names of ``plan --assume``: they change
             the time of a step.
         compile: Whether ``torch.compile`` is used.
+        compiled_loss: Whether the loss is compiled, which then makes no copy of the logits in fp32.
         processes: Number of ranks.
         fsdp: Version of FSDP, or ``none``.
         wrap_classes: Classes that become FSDP units, as the file names them.
@@ -208,6 +209,7 @@ class DescribedRun:
     fused_loss: Literal["none", "liger", "cce", "chunked"] | None = None
     fused_kernels: tuple[str, ...] = ()
     compile: bool | None = None
+    compiled_loss: bool | None = None
     processes: int | None = None
     fsdp: Literal["none", 1, 2] | None = None
     wrap_classes: tuple[str, ...] | None = None

@@ -203,7 +203,12 @@ def test_accelerate_shards_what_axolotl_starts_under_it(tmp_path: Path) -> None:
         found.append(describe_path(line))
     sharded, open_ = found
     assert sharded is not None and open_ is not None
-    assert (sharded.fsdp, sharded.stored_dtype, sharded.cpu_offload, sharded.processes) == (2, "fp32", True, 4)
+    assert (sharded.fsdp, sharded.stored_dtype, sharded.cpu_offload, sharded.processes) == (
+        2,
+        "fp32",
+        True,
+        4,
+    )
     assert sharded.wrap_classes == ("LlamaDecoderLayer",)
     assert open_.fsdp is None
 

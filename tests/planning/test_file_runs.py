@@ -595,3 +595,40 @@ def test_a_model_that_megatron_divides_is_refused(model: str, tmp_path: Path) ->
     line = "megatron sft --model org/model --tensor_model_parallel_size 2 --max_length 64\n"
     with pytest.raises(PlanError, match="Megatron divides this model"):
         planned(tmp_path / "run.sh", line, model)
+
+
+@pytest.mark.parametrize(
+    ("compile_", "loss"),
+    [
+        ("enable = true", "compiled"),
+        ('enable = true\ncomponents = ["model"]', "whole"),
+        ("enable = false", "whole"),
+    ],
+)
+def test_the_loss_that_torchtitan_compiles_makes_no_copy_in_fp32(
+    model: str, tmp_path: Path, compile_: str, loss: str
+) -> None:
+    path = tmp_path / "train.toml"
+    sizes = "local_batch_size = 1\nseq_len = 64\nsteps = 1"
+    path.write_text(
+        f'[job]\n[model]\nname = "llama3"\nflavor = "mine"\n[training]\n{sizes}\n'
+        f"[parallelism]\ndata_parallel_shard_degree = -1\n[compile]\n{compile_}\n"
+    )
+    described = read_file_run(str(path))
+    assert described is not None
+    assert described.fused_loss == "none"
+    assert file_run(described, model, "train.toml", 2).options["loss"] == loss
+
+
+def test_peft_chooses_by_the_model_that_is_planned(tmp_path: Path) -> None:
+    """The name says nothing of its type; the configuration does."""
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16}
+    gpt2 = tmp_path / "config.json"
+    gpt2.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes}))
+    path = tmp_path / "run.sh"
+    path.write_text("trl sft --model_name_or_path org/mine --dataset_name d --use_peft\n")
+    described = read_file_run(str(path))
+    assert described is not None
+    lora = file_run(described, str(gpt2), "run.sh", 1).recipe.method.lora
+    assert lora is not None
+    assert lora.targets == ("c_attn",)

@@ -267,8 +267,10 @@ LORA_TARGETS = {
     "kandinsky5-video": ("to_key", "to_query", "to_value"),
     "mageflow": _ALL,
 }
-"""Layers with adapters, where they are not those of :data:`PLAIN_TARGETS` (4.10.1 ``helpers/models/*/model.py``:
-DEFAULT_LORA_TARGET; names that only fused projections have are left out)."""
+"""Layers with adapters, where they are not those of :data:`PLAIN_TARGETS`.
+
+Source: 4.10.1 ``helpers/models/*/model.py``: DEFAULT_LORA_TARGET, without names of fused projections.
+"""
 PLAIN_TARGETS = _IMAGE
 FLUX_TARGETS = {
     "all": _ALL,
@@ -280,5 +282,7 @@ FLUX_TARGETS = {
     "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
     "nano": ("single_transformer_blocks.7.proj_out",),
 }
-"""Layers of ``flux_lora_target`` (``helpers/models/flux/model.py``: get_lora_target_layers); other words mean the
-plain ones."""
+"""Layers of ``flux_lora_target``; other words mean the plain ones.
+
+Source: ``helpers/models/flux/model.py``: get_lora_target_layers.
+"""

@@ -72,7 +72,8 @@ def describe(file: RunFile) -> DescribedRun:
         gradient_checkpointing=_checkpointing(mode, diffusion),
         attention=_attention(name, flavour, family, hub),
         fused_loss="none",
-        compile=_compiles(read),
+        compile=_compiles(read, "model"),
+        compiled_loss=_compiles(read, "loss"),
         processes=file.launch.processes or ranks,
         fsdp=2 if sharded else "none",
         wrap_classes=(_FLUX if diffusion else _UNITS) if sharded else None,
@@ -141,12 +142,12 @@ def _attention(name: str, flavour: str, family: str | None, hub: str | None) -> 
     return "varlen" if "_varlen" in flavour else "sdpa" if family or hub or name == "llama3" else None
 
 
-def _compiles(read: RunReader) -> bool:
-    """Whether the model is compiled, and not the loss alone."""
+def _compiles(read: RunReader, part: str) -> bool:
+    """Whether the model, or the loss, is compiled (0.2.2 ``components/loss.py``)."""
     listed: Any = read.value("compile.components")
     components = listed if isinstance(listed, list) else ["model", "loss"]
     old = read.flag("training.compile")
-    return old or (read.flag("compile.enable") and "model" in components)
+    return old or (read.flag("compile.enable") and part in components)
 
 
 def _reshard(read: RunReader, mesh: DescribedMesh) -> bool:

@@ -1,7 +1,7 @@
 """The run that a torchtune file describes.
 
 Source: torchtune 0.6.1 ``recipes/full_finetune_distributed.py``, ``recipes/lora_finetune_distributed.py``,
-``recipes/dev/grpo_full_finetune_distributed.py`` (all completions in one pass, no accumulation, no resharding),
+``recipes/dev/grpo_full_finetune_distributed.py`` (all completions in one pass, no accumulation),
 ``torchtune/training/_distributed.py:470`` (units), ``torchtune/modules/low_precision`` (nf4).
 """
 
