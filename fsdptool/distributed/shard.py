@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 from fsdptool.errors import ConfigError, WorkerError
+from fsdptool.modeling.prepare import to_dtype
 from fsdptool.records.sharding import Unit, UnitPlan
 from fsdptool.torch_private import fsdp_group, fsdp_state
 from fsdptool.versions import torch_is
@@ -71,27 +72,6 @@ def grads_by_dtype(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list
     return groups
 
 
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def to_dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype of ``name``; None stays None.
-
-    Raises:
-        ConfigError: It is not a training dtype.
-    """
-    if name is None:
-        return None
-    if name not in _DTYPES:
-        raise ConfigError(f"{name!r} is not a training dtype", help=f"choose one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
 def cast_inputs(model: nn.Module, dtype: torch.dtype | None, exact: Collection[str]) -> None:
     """Cast ``model``'s floating inputs before each forward, but for the arguments named in ``exact``.
 
@@ -114,16 +94,6 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype | None, exact: Collection[s
         return _apply_to_tensors(cast, args), {**_apply_to_tensors(cast, kwargs), **kept}
 
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
-
-def store_masters(model: nn.Module, plan: UnitPlan) -> None:
-    """Store every trainable parameter in the plan's master dtype; ``model`` is on meta."""
-    dtype = to_dtype(plan.master_dtype)
-    if dtype is None:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def shard(model: nn.Module, plan: UnitPlan, session: Session) -> list[FSDPModule]:

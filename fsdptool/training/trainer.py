@@ -1,7 +1,7 @@
 """The training loop: build, prepare, shard, load and prove a model, then step until the run ends.
 
 Read it from top to bottom. :func:`train` is a whole run on one rank; :func:`assemble` makes what the loop
-steps with; :func:`build_sharded` shows in which order a model is changed, and why in that order;
+steps with; :func:`build_sharded` builds and shards a model, which ``modeling/prepare.py`` changes in between;
 :class:`Trainer` is the loop. One optimizer step is ``training/step.py``.
 """
 
@@ -22,20 +22,18 @@ from fsdptool.distributed.materialize import Origins, materialize, published_par
 from fsdptool.distributed.proof import prove
 from fsdptool.distributed.recording import derive_seed
 from fsdptool.distributed.session import close_session, open_session
-from fsdptool.distributed.shard import gather_in_float8, reshard_all, shard, store_masters
+from fsdptool.distributed.shard import gather_in_float8, reshard_all, shard
 from fsdptool.distributed.weights import open_adapter, open_weights, random_start_notes
-from fsdptool.families.registry import family_of
 from fsdptool.modeling import build_model, choose_kernels_of_cuda
-from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.compilation import compile_modules
 from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.divided_dropout import agree
 from fsdptool.modeling.fused_loss import fuse_head
 from fsdptool.modeling.methods import Teacher, method_of
-from fsdptool.modeling.methods.float8 import convert_layers
 from fsdptool.modeling.objective import objective_for
+from fsdptool.modeling.prepare import prepare_model
 from fsdptool.modeling.resolve import resolve_run
-from fsdptool.modeling.tensor_parallel import by_name, split
+from fsdptool.modeling.tensor_parallel import by_name
 from fsdptool.modeling.units import compiled_modules
 from fsdptool.records.run import Metrics, RunPhase
 from fsdptool.runs import watchdog
@@ -216,33 +214,29 @@ def build_sharded(
     adapters: Blueprint | None = None
     derived: Mapping[str, Derived] = {}
     continued: FolderWeights | None = None
-    if recipe is None:
-        model.requires_grad_(False)
-        model.eval()
-    else:
-        # Method: it decides which parameters exist and which are trained; all that follows counts them.
-        method = method_of(recipe)
-        method.prepare(model, recipe, family_of(spec), spec.config)
-        added = method.initialisation(model, recipe)
+
+    def after_method(model: nn.Module) -> None:
+        nonlocal adapters, derived, continued
+        added = method_of(recipe).initialisation(model, recipe) if recipe is not None else None
         if added is not None:
             adapters, derived = note_initialisation(added.reset, added.parameters), added.derived
             continued = open_adapter(spec, choice, model)
-        convert_layers(model, recipe, settings, plan, session.device)
-        model.train()
-    phase(WorkerPhase.SHARDING)
-    # Tensor and expert parallelism before anything that looks at parameters or wraps modules: what follows
-    # sees a model of smaller layers.
-    split(model, plan, session.tensor)
-    # Master dtype before `fully_shard`, which fixes each parameter's storage.
-    store_masters(model, plan)
-    # Activation checkpointing inside FSDP's hooks: a unit is gathered before it is recomputed.
-    checkpoint_units(model, plan, offload=settings.activation_checkpointing_offload)
-    if recipe is not None and recipe.objective.fused:
-        fuse_head(model)
-    # Compilation after it, so that the graph contains the recomputation, and before FSDP, whose hooks
-    # (gather, reduce) stay outside the graph. Block by block: equal blocks share one compilation.
-    if recipe is not None and recipe.sharding.compile:
-        compile_modules(model, compiled_modules(plan))
+        phase(WorkerPhase.SHARDING)
+
+    prepare_model(
+        model,
+        spec,
+        recipe,
+        settings,
+        plan,
+        session.tensor,
+        float8_device=session.device,
+        after_method=after_method,
+        head=fuse_head if recipe is not None and recipe.objective.fused else None,
+        compile=partial(compile_modules, paths=compiled_modules(plan))
+        if recipe is not None and recipe.sharding.compile
+        else None,
+    )
     shard(model, plan, session)
     # Values last: every rank reads or draws its own rows only.
     phase(WorkerPhase.LOADING if weights is not None else WorkerPhase.INITIALISING)

@@ -196,13 +196,12 @@ def observe(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fsdptool.distributed.session import open_session
-    from fsdptool.distributed.shard import shard, store_masters
+    from fsdptool.distributed.shard import shard
     from fsdptool.training.optimizers.sharded import build_optimizer
 
     with fake_ranks(world_size):
         session = open_session(settings)
         model = make()
-        store_masters(model, plan)
         shard(model, plan, session)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         counter = LiveBytes(mode, profile)

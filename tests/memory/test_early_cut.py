@@ -54,9 +54,7 @@ def test_the_trace_is_that_of_a_model_that_is_cut_last(name: str, monkeypatch: p
 
 def uncut(make: Any) -> Any:
     """Return what builds models that are cut at the end."""
-    return lambda spec, recipe, settings, plan, cut=None, **options: make(
-        spec, recipe, settings, plan, **options
-    )
+    return lambda spec, run, plan, cut=None, **options: make(spec, run, plan, **options)
 
 
 def test_a_block_is_stood_for_by_the_one_a_whole_number_of_periods_before() -> None:

@@ -123,9 +123,7 @@ def test_the_same_objective_runs_on_fake_tensors(name: str) -> None:
     _, tensors = small_batch(family, spec)
     objective = family.objectives()[spec.objective or ""]()
     half = torch.bfloat16
-    conditions = MicroBatchConditions(
-        "cpu", half, inputs=half, exact=family.exact_inputs, master=torch.float32
-    )
+    conditions = MicroBatchConditions("cpu", half, inputs=half, exact=family.exact_inputs)
     traced = run_trace(build(spec), Task(objective), tensors, conditions, values=FollowedValues.FIXED)
     assert traced.known and traced.gradients
 

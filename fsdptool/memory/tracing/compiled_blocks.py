@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
@@ -82,6 +82,11 @@ class BlockCompiler:
         run.compiled = True  # type: ignore[attr-defined]
         run.saved = getattr(forward, "saved", None)  # type: ignore[attr-defined]
         module.forward = run
+
+    def compile_modules(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Compile modules of a model, each by itself."""
+        for path in paths:
+            self.compile(model.get_submodule(path))
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

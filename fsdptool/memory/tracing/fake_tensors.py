@@ -52,7 +52,6 @@ class MicroBatchConditions:
         sharing: Ranks that share a sequence; rank 0 of them is traced, which sees it to its end.
         ring: Whether ranks that share a sequence pass keys and values round.
         uncast: Parameters FSDP does not manage: they keep the dtype they are stored in.
-        master: dtype trainable parameters are stored in.
         flash: Whether GPUs have flash attention.
         recipe: What traces share that differ in their micro-batch only, or in how many ranks divide layers
             or share out experts; empty where it is not known.
@@ -65,7 +64,6 @@ class MicroBatchConditions:
     exact: tuple[str, ...] = ()
     teacher: bool = False
     uncast: frozenset[str] = frozenset()
-    master: torch.dtype | None = None
     off_step: RunPhase | None = None
     sharing: int = 1
     ring: bool = False
@@ -113,12 +111,9 @@ def materialise(model: nn.Module, mode: Any, conditions: MicroBatchConditions) -
 def _computed(fqn: str, parameter: torch.Tensor, conditions: MicroBatchConditions) -> torch.dtype:
     if not parameter.is_floating_point():
         return parameter.dtype
-    stored = parameter.dtype
-    if parameter.requires_grad and conditions.master is not None:
-        stored = conditions.master
-    if fqn in conditions.uncast:
-        return stored
-    return conditions.compute or stored
+    if fqn in conditions.uncast or conditions.compute is None:
+        return parameter.dtype
+    return conditions.compute
 
 
 def fake_batch(specs: Sequence[TensorSpec], mode: Any) -> dict[str, torch.Tensor]:

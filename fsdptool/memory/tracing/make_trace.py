@@ -24,17 +24,16 @@ from fsdptool.memory.tracing.named_losses import NAMED_LOSSES, titan_loss
 from fsdptool.memory.tracing.reduced_depth import trace_at_depth
 from fsdptool.memory.tracing.tiled_loss import TiledLoss, loss_of_chunks
 from fsdptool.modeling import build_model
-from fsdptool.modeling.activation_checkpointing import checkpoint_units
 from fsdptool.modeling.context_parallel import check_context
 from fsdptool.modeling.fused_loss import fuse_head
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.methods.float8 import PLANNED as FLOAT8_NOTE
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.modeling.objective import MicroLoss, ModelLoss, Task, objective_for
-from fsdptool.modeling.tensor_group import TensorGroup
-from fsdptool.modeling.tensor_parallel import split
+from fsdptool.modeling.prepare import Change, prepare_model, to_dtype
+from fsdptool.modeling.tensor_group import ALONE, TensorGroup
 from fsdptool.modeling.units import TrainedModel, as_trained, compiled_modules, plan_teacher, plan_units
-from fsdptool.records.anatomy import Anatomy, ModelSpec
+from fsdptool.records.anatomy import Anatomy, ModelSpec, Parameter
 from fsdptool.records.diagnostic import library_versions
 from fsdptool.records.plan import OWN_LOOP
 from fsdptool.records.recipe import FUSED_ATTENTION, ModelChoice, Recipe
@@ -99,27 +98,24 @@ def make_trace(
     whole = None
     if method.adds_parameters and method.unquantised(recipe) is recipe:
         base_notes.append(None)
-        whole = {p.fqn: (p.shape, p.dtype, p.trainable) for p in trained.anatomy.parameters}
+        whole = {p.fqn: (p.shape, _stored(p, plan), p.trainable) for p in trained.anatomy.parameters}
 
     def make(cut: Cut | None = None, compiler: BlockCompiler | None = None) -> nn.Module:
         # What is said of the base and what is compiled refers to the full depth.
         early = cut if base_notes and compiler is None else None
-        model = trained_model(spec, run, plan, early, worst_routing=worst_routing)
+        blocks = partial(compiler.compile_modules, paths=compiled_modules(plan)) if compiler else None
+        model = trained_model(spec, run, plan, early, worst_routing=worst_routing, compile=blocks)
         if not base_notes:
             base_notes.append(describe_base(model))
-        if compiler is not None:
-            for path in compiled_modules(plan):
-                compiler.compile(model.get_submodule(path))
         return model
 
     conditions = MicroBatchConditions(
         profile=profile,
-        compute=_dtype(plan.param_dtype),
-        output=_dtype(plan.output_dtype),
-        inputs=_dtype(plan.input_dtype),
+        compute=to_dtype(plan.param_dtype),
+        output=to_dtype(plan.output_dtype),
+        inputs=to_dtype(plan.input_dtype),
         exact=plan.exact_inputs,
         uncast=frozenset(p.fqn for p in plan.ignored),
-        master=_dtype(plan.master_dtype),
         sharing=run.mesh.cp,
         ring=run.settings.cp_comm_strategy == "alltoall",
         flash=run.flash,
@@ -234,33 +230,45 @@ def trained_model(
     cut: Cut | None = None,
     *,
     worst_routing: bool = False,
+    compile: Change | None = None,
 ) -> nn.Module:
     """Return a model on meta as the trainer has it before it is sharded: with method, loss and checkpointing.
 
-    ``cut`` changes the checkpointed model before the method does, if the method changes models.
+    ``cut`` changes the checkpointed model before the method does, if the method changes models; ``compile``
+    compiles its blocks.
     """
-    recipe, offload = run.recipe, run.settings.activation_checkpointing_offload
-    method = method_of(recipe)
-    model = _built(spec, recipe.model, run).train()
+    recipe = run.recipe
     # A tensor-parallel plan lists the modules of every block.
-    if cut is None or not method.adds_parameters or (plan.tensor or plan.experts) is not None:
-        method.prepare(model, recipe, family_of(spec), spec.config)
-        model.train()
-        # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
-        sizes = [part.size if part is not None else 1 for part in (plan.tensor, plan.experts)]
-        layers, experts = (TensorGroup(size) for size in sizes)
-        split(model, plan, replace(layers, experts=replace(experts, worst_routing=worst_routing)))
-        checkpoint_units(model, plan, offload=offload)
-        return _with_loss(model, spec, run)
-    checkpoint_units(model, plan, offload=offload)
-    cut(model)
-    before = list(recomputed(model))
-    method.prepare(model, recipe, family_of(spec), spec.config)
-    model.train()
+    early = cut is not None and method_of(recipe).adds_parameters and not (plan.tensor or plan.experts)
+    before: list[str] = []
+    after: list[str] = []
+
+    def shorten(model: nn.Module) -> None:
+        assert cut is not None
+        cut(model)
+        before.extend(recomputed(model))
+
+    # Every rank of the group has tensors of the same sizes; experts, where the router is balanced.
+    sizes = [part.size if part is not None else 1 for part in (plan.tensor, plan.experts)]
+    layers, experts = (TensorGroup(size) for size in sizes)
+    model = _built(spec, recipe.model, run)
+    prepare_model(
+        model,
+        spec,
+        recipe,
+        run.settings,
+        plan,
+        replace(layers, experts=replace(experts, worst_routing=worst_routing)),
+        float8_device=None,
+        after_method=lambda model: after.extend(recomputed(model)),
+        head=partial(_fuse_head, spec=spec, run=run) if recipe.objective.fused else None,
+        compile=compile,
+        shorten=shorten if early else None,
+    )
     # A checkpointed module that the method wrapped: it has to be wrapped first.
-    if before == list(recomputed(model)):
-        return _with_loss(model, spec, run)
-    return trained_model(spec, run, plan, worst_routing=worst_routing)
+    if early and before != after:
+        return trained_model(spec, run, plan, worst_routing=worst_routing)
+    return model
 
 
 def _built(spec: ModelSpec, choice: ModelChoice, run: ResolvedRun) -> nn.Module:
@@ -282,9 +290,8 @@ def _built(spec: ModelSpec, choice: ModelChoice, run: ResolvedRun) -> nn.Module:
     return model
 
 
-def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module:
-    if not run.recipe.objective.fused:
-        return model
+def _fuse_head(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> None:
+    """Let the head compute the loss as the program does whose loop the run follows."""
     tiles, chunks = run.loop.tiles, run.loop.head_chunks
     if run.loop.head_loss == "torchtitan":
         fuse_head(model, partial(titan_loss, compiled=bool(run.recipe.sharding.compile)))
@@ -295,7 +302,6 @@ def _with_loss(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> nn.Module
         fuse_head(model, TiledLoss(tiles, triton=not run.settings.use_cpu, summed=summed))
     else:
         fuse_head(model, partial(loss_of_chunks, chunks) if chunks else None)
-    return model
 
 
 def _trace_teacher(
@@ -314,14 +320,15 @@ def _trace_teacher(
 
     def make(_cut: Cut | None = None) -> nn.Module:
         model = _built(spec, choice, run)
-        model.requires_grad_(False)
-        return _with_loss(model.eval(), spec, run)
+        head = partial(_fuse_head, spec=spec, run=run) if recipe.objective.fused else None
+        prepare_model(model, spec, None, run.settings, plan, ALONE, float8_device=None, head=head)
+        return model
 
     conditions = MicroBatchConditions(
         profile,
-        _dtype(plan.param_dtype),
-        _dtype(plan.output_dtype),
-        _dtype(plan.input_dtype),
+        to_dtype(plan.param_dtype),
+        to_dtype(plan.output_dtype),
+        to_dtype(plan.input_dtype),
         plan.exact_inputs,
         teacher=True,
         sharing=run.mesh.cp,
@@ -370,9 +377,9 @@ def _trace(trace: Callable[..., Trace]) -> Trace:
     return replace(drawn, notes=(*drawn.notes, _DRAWN))
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    dtype: Any = getattr(torch, name) if name is not None else None
-    return dtype  # type: ignore[no-any-return]
+def _stored(parameter: Parameter, plan: UnitPlan) -> str:
+    """Return the dtype that a parameter of the model at full depth is stored in."""
+    return plan.master_dtype or parameter.dtype if parameter.trainable else parameter.dtype
 
 
 def _tokens(recipe: Recipe) -> int | None:
