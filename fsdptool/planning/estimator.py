@@ -265,7 +265,7 @@ class Estimator:
                     seconds = exchange_seconds(part, plan, exchange)
                     self._costs[waits] = unit_costs(seconds, part.repeats, plan)
                 sums.append(self._costs[waits])
-            hosted = unit_costs(hosted_bytes(part), part.repeats, plan)
+            hosted = unit_bytes(hosted_bytes(part), part.repeats, plan)
             filled = fill(traffic, self._costs[key], point.cp, shared, sums, hosted)
             return [without_casts(stage, gpu, machine, point.cp) for stage in filled] if float8 else filled
 

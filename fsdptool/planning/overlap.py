@@ -145,7 +145,7 @@ class Stage:
     summed_backward: float = 0.0
     experts: bool = False
     reordered_bytes: float = 0.0
-    hosted_bytes: float = 0.0
+    hosted_bytes: int = 0
     narrowed: float = 0.0
     launching: float = 0.0
 

@@ -174,16 +174,16 @@ def exchanged_bytes(trace: Trace) -> dict[str, int]:
     return exchanged
 
 
-def hosted_bytes(trace: Trace) -> dict[str, ModuleSeconds]:
-    """Return what is copied to the host while every traced module runs forward, under ``forward``."""
-    hosted: dict[str, ModuleSeconds] = {}
+def hosted_bytes(trace: Trace) -> dict[str, int]:
+    """Return the bytes that are copied to the host while every traced module runs forward."""
+    hosted: dict[str, int] = {}
     kind = KINDS.index("offloaded")
     for owner, segment in owners_of(trace):
         size = sum(
             trace.sizes[event - 1] for event in segment.events if event > 0 and trace.kinds[event - 1] == kind
         )
         if size:
-            hosted[owner] = hosted.get(owner, ModuleSeconds()) + ModuleSeconds(forward=float(size))
+            hosted[owner] = hosted.get(owner, 0) + size
     return hosted
 
 
@@ -342,7 +342,7 @@ def fill(
     sharing: int = 1,
     exchanged: Sequence[int] | None = None,
     sums: Sequence[Sequence[ModuleSeconds]] = (),
-    hosted: Sequence[ModuleSeconds] | None = None,
+    hosted: Sequence[int] | None = None,
 ) -> list[Stage]:
     """Return the stages with their work.
 
@@ -352,7 +352,7 @@ def fill(
         sharing: Ranks that share a sequence, and so its work.
         exchanged: Bytes each unit gathers from them in forward.
         sums: Seconds each unit waits for its tensor-parallel and for its expert-parallel group.
-        hosted: Bytes of activations each unit copies to the host, under ``forward``.
+        hosted: Bytes of activations each unit copies to the host.
     """
     return [
         replace(
@@ -363,7 +363,7 @@ def fill(
             exchanged=exchanged[place] if exchanged is not None else 0,
             summed_forward=sum((waits[place].forward for waits in sums), 0.0),
             summed_backward=sum((waits[place].backward for waits in sums), 0.0),
-            hosted_bytes=hosted[place].forward if hosted is not None else 0.0,
+            hosted_bytes=hosted[place] if hosted is not None else 0,
         )
         for place, stage in zip(traffic.order, traffic.stages, strict=True)
     ]

@@ -147,7 +147,7 @@ def test_copies_to_the_host_take_what_compute_does_not_hide() -> None:
     ]
 
     def seconds(copy: float) -> float:
-        hosted = [replace(stage, hosted_bytes=copy * 25e9) for stage in alone]
+        hosted = [replace(stage, hosted_bytes=round(copy * 25e9)) for stage in alone]
         timing = time_step(hosted, RUN, ParallelDims(1, 1), make_cluster(GPU, 1), MACHINE)
         assert timing is not None
         return timing.seconds
