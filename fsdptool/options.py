@@ -78,6 +78,8 @@ TRUST = Option(
     default=False,
 )
 REVISION = Option("Revision of a Hugging Face id.")
+COMPONENT = Option("Component of a pipeline, instead of the denoiser.")
+LAUNCH_ID = Option("Launch ID, identical on all nodes, unique per launch.")
 START_OVER = Option(
     "With --resume: start over if the run has no checkpoint, so that its steps are lost.", default=False
 )

@@ -5,15 +5,16 @@ Their records print in a few lines and show a page in a notebook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from fsdptool.api.notebooks import notebook_progress
+from fsdptool.api.options import DivisionOptions, InspectionOptions
 from fsdptool.errors import ConfigError, FsdptoolError
-from fsdptool.options import takes
+from fsdptool.options import takes, with_defaults
 from fsdptool.planning.options import Options, as_arguments
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.command_documents import Comparison
@@ -82,43 +83,33 @@ class ShownPlan(Plan):
 class ShownAnatomy(Anatomy):
     """An :class:`~fsdptool.records.anatomy.Anatomy` that shows itself."""
 
-    def document(
-        self,
-        *,
-        world_size: int | None = None,
-        layout: Layout = "native",
-        views: Iterable[View] = (),
-        tp: int | None = None,
-        ep: int | None = None,
-        sequence_parallel: bool = False,
-    ) -> dict[str, Any]:
+    @takes(DivisionOptions)
+    def document(self, *, views: Iterable[View] = (), **options: Unpack[DivisionOptions]) -> dict[str, Any]:
         """Return the JSON document of ``detect --format json``.
 
         Args:
-            world_size: Ranks that share the parameters, to list those that shard unevenly.
-            layout: Whose FSDP units to list.
             views: Further tables: ``leaves``, ``tree`` and ``where``.
-            tp: Ranks of a tensor-parallel group, to show how they divide the model.
-            ep: Ranks of an expert-parallel group, to show how they share out the experts.
-            sequence_parallel: Whether the tensor-parallel ranks divide hidden states along the sequence, too.
+            **options: The options of ``fsdptool detect`` on how ranks divide the model.
 
         Raises:
             ConfigError: The layout does not support this model, or ``sequence_parallel`` without ``tp``.
         """
-        return self._answer(
-            world_size=world_size,
-            layout=layout,
-            views=views,
-            tensor_parallel=tp,
-            sequence_parallel=sequence_parallel,
-            expert_parallel=ep,
-        ).document()
+        return self._answer(views=views, **options).document()
 
-    def _answer(self, **options: Any) -> Answer[Detection]:
+    def _answer(self, *, views: Iterable[View] = (), **options: Unpack[DivisionOptions]) -> Answer[Detection]:
         from fsdptool.inspection import Inspection
         from fsdptool.inspection.document import describe
 
-        return describe(Inspection(self, cached=False), **options)
+        asked = with_defaults(DivisionOptions, options)
+        return describe(
+            Inspection(self, cached=False),
+            world_size=asked["world_size"],
+            layout=cast("Layout", asked["layout"]),
+            views=views,
+            tensor_parallel=asked["tp"],
+            sequence_parallel=asked["sequence_parallel"],
+            expert_parallel=asked["ep"],
+        )
 
     def html(self, *, world_size: int | None = None, layout: Layout = "native") -> str:
         """Return the page of ``detect -o detection.html``; arguments and errors as :meth:`document`."""
@@ -215,30 +206,14 @@ def read_plan(path: str | PathLike[str]) -> ShownPlan:
 
 
 @suggest_keywords(no_cache="use_cache")
-def detect(
-    reference: str,
-    *,
-    wrap: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    revision: str | None = None,
-    component: str | None = None,
-    trust_remote_code: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    use_cache: bool = True,
-    refresh: bool = False,
-) -> ShownAnatomy:
+@takes(InspectionOptions)
+def detect(reference: str, *, use_cache: bool = True, **options: Unpack[InspectionOptions]) -> ShownAnatomy:
     """Resolve a reference and inspect it: wrap classes, totals, ties, hazards, without weights.
 
     Args:
         reference: ``family:flavour``, a path or a Hugging Face id.
-        wrap: Classes to wrap instead of the detected ones; each must be in the model.
-        exclude: Classes never to wrap.
-        revision: Branch, tag or commit of a Hub id.
-        component: Pipeline component to take instead of the denoiser.
-        trust_remote_code: Whether code from the reference may run.
-        overrides: Configuration values to replace.
         use_cache: Whether to read and keep cached answers.
-        refresh: Ignore and overwrite the cached result.
+        **options: The options of ``fsdptool detect`` on the model.
 
     Raises:
         OptionError: An argument is unknown; the help names the nearest one.
@@ -248,15 +223,22 @@ def detect(
     from fsdptool.inspection import inspect
     from fsdptool.source import resolve
 
+    asked = with_defaults(InspectionOptions, options)
     spec = resolve(
         reference,
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
-        overrides=overrides,
+        revision=asked["revision"],
+        component=asked["component"],
+        trust_remote_code=asked["trust_remote_code"],
+        overrides=asked["overrides"],
     )
     with notebook_progress():
-        anatomy = inspect(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
+        anatomy = inspect(
+            spec,
+            wrap=asked["wrap"],
+            exclude=asked["exclude"],
+            use_cache=use_cache,
+            refresh=asked["refresh"],
+        )
     if spec.adapter is not None:
         from fsdptool.modeling.units import with_adapter
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
+from fsdptool.api.options import MigrationOptions
 from fsdptool.api.validate import expand
 from fsdptool.errors import StorageError
+from fsdptool.options import takes, with_defaults
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
@@ -16,21 +18,20 @@ if TYPE_CHECKING:
 
 
 @suggest_keywords(check="write", diff="write", output="write")
+@takes(MigrationOptions)
 def migrate(
     files: str | PathLike[str] | Iterable[str | PathLike[str]],
     *,
-    to: str | None = None,
-    dialect: str | None = None,
     write: bool = False,
+    **options: Unpack[MigrationOptions],
 ) -> tuple[Migrated, ...]:
     """Convert FSDP1 files to FSDP2, or to another dialect; nothing is written unless asked for.
 
     Args:
         files: A file or a folder, or several. Of a folder, files that are not configurations are left out.
-        to: Dialect to write (``accelerate``, ``trainer``, ...), or program to write the whole run for
-            (``axolotl``, ``trl``, ...); None is FSDP2 in each file's own.
-        dialect: Force the dialect instead of detecting it from the content.
         write: Replace the files that changed, comments kept. Not with another dialect.
+        **options: The options of ``fsdptool migrate`` on what a file becomes; without ``to`` FSDP2 in the
+            file's own dialect.
 
     Returns:
         Per file, the text ``before`` and ``after``, whether it ``changed``, notes, the ``losses`` of a whole
@@ -44,6 +45,8 @@ def migrate(
     from fsdptool.config.migrate import check_target, migrated_or_refused
     from fsdptool.files.text import replace_file
 
+    asked = with_defaults(MigrationOptions, options)
+    to, dialect = asked["to"], asked["dialect"]
     if to is not None:
         check_target(to)
     paths = [files] if isinstance(files, str | PathLike) else list(files)

@@ -1,13 +1,57 @@
-"""The options of ``emit-config`` and ``export``, as commands and as functions."""
+"""The options of ``detect``, ``emit-config``, ``export`` and ``migrate``, as commands and as functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
-from fsdptool.options import REVISION, TRUST, Option
+from fsdptool.options import COMPONENT, DIALECT, REVISION, TRUST, Option
 from fsdptool.records.plan import Plan
+
+
+class InspectionOptions(TypedDict, total=False):
+    """Every option of ``detect`` that says which model is read, and how."""
+
+    # fmt: off
+    wrap: Annotated[Sequence[str], Option("Wrap these classes instead, for example A,B.", default=())]
+    exclude: Annotated[Sequence[str], Option("Never wrap these classes.", default=())]
+    revision: Annotated[str | None, REVISION]
+    component: Annotated[str | None, COMPONENT]
+    overrides: Annotated[Mapping[str, Any] | None, Option(
+        "Replace a configuration value: KEY=JSON (repeatable).", flags=("--override",))]
+    trust_remote_code: Annotated[bool, TRUST]
+    refresh: Annotated[bool, Option("Ignore and overwrite the cached result.", default=False)]
+    # fmt: on
+
+
+class DivisionOptions(TypedDict, total=False):
+    """Every option of ``detect`` that says how ranks divide the model that is shown."""
+
+    # fmt: off
+    world_size: Annotated[int | None, Option(
+        "List parameters that shard unevenly across N ranks.", minimum=1)]
+    layout: Annotated[str, Option(
+        "List the FSDP units of this layout", choices=("native", "accelerate"), default="native")]
+    tp: Annotated[int | None, Option("Show how N tensor-parallel ranks divide the model.", minimum=1)]
+    sequence_parallel: Annotated[bool, Option(
+        "With --tp: also divide the hidden states along the sequence.", default=False)]
+    ep: Annotated[int | None, Option("Show how N expert-parallel ranks divide the experts.", minimum=1)]
+    # fmt: on
+
+
+class DetectionOptions(InspectionOptions, DivisionOptions, total=False):
+    """Every option of ``detect`` but those that say what is shown, and where."""
+
+
+class MigrationOptions(TypedDict, total=False):
+    """Every option of ``migrate`` that says what a file becomes."""
+
+    # fmt: off
+    to: Annotated[str | None, Option(
+        "Write for another program (axolotl, trl, ...) or in a dialect (accelerate, env, ...).")]
+    dialect: Annotated[str | None, DIALECT]
+    # fmt: on
 
 
 class EmissionOptions(TypedDict, total=False):
@@ -33,7 +77,7 @@ class EmissionOptions(TypedDict, total=False):
     layout: Annotated[str, Option(
         "FSDP unit layout", choices=("native", "accelerate"), default="native")]
     revision: Annotated[str | None, REVISION]
-    component: Annotated[str | None, Option("Component of a pipeline.")]
+    component: Annotated[str | None, COMPONENT]
     trust_remote_code: Annotated[bool, TRUST]
     # fmt: on
 

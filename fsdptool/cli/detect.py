@@ -4,63 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+from fsdptool.api.options import DetectionOptions
 from fsdptool.cli.options import (
-    OverrideOption,
     RowFormat,
     RowFormatOption,
-    TrustOption,
     check_output,
     override_values,
     print_document,
+    takes,
     write_answer,
 )
 from fsdptool.errors import ConfigError, ExitCode
 
 
+@takes(DetectionOptions)
 def command(
     reference: Annotated[
         str,
         typer.Argument(help="family:flavour, Hugging Face id, folder, config.json or package.module:Class."),
     ],
-    wrap: Annotated[
-        list[str] | None, typer.Option("--wrap", help="Wrap these classes instead, for example A,B.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", help="Never wrap these classes.")] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option("--world-size", min=1, help="List parameters that shard unevenly across N ranks."),
-    ] = None,
-    layout: Annotated[
-        str, typer.Option("--layout", help="List the FSDP units of this layout: native or accelerate.")
-    ] = "native",
-    tp: Annotated[
-        int | None, typer.Option("--tp", min=1, help="Show how N tensor-parallel ranks divide the model.")
-    ] = None,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel", help="With --tp: also divide the hidden states along the sequence."
-        ),
-    ] = False,
-    ep: Annotated[
-        int | None, typer.Option("--ep", min=1, help="Show how N expert-parallel ranks divide the experts.")
-    ] = None,
     leaves: Annotated[bool, typer.Option("--leaves", help="List leaf layers instead of blocks.")] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Show the module tree.")] = False,
     where: Annotated[bool, typer.Option("--where", help="Show where the classes are defined.")] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Revision of a Hugging Face id.")] = None,
-    component: Annotated[
-        str | None, typer.Option("--component", help="Component of a pipeline, instead of the denoiser.")
-    ] = None,
-    override: OverrideOption = None,
-    trust_remote_code: TrustOption = False,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="Ignore and overwrite the cached result.")
-    ] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do not read or write the cache.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write detection.json or detection.html.")
@@ -68,11 +37,14 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Also exit with 1 on warnings.")] = False,
     format: RowFormatOption = RowFormat.TEXT,
+    **given: Any,
 ) -> int:
     """Show a model's wrap classes with reasons, exact totals and hazards, without loading its weights."""
+    options = cast("DetectionOptions", given)
+    layout = options["layout"]
     if layout not in ("native", "accelerate"):
         raise ConfigError(f"--layout {layout!r} is not supported", help="choose native or accelerate")
-    if refresh and no_cache:
+    if options["refresh"] and no_cache:
         raise ConfigError("--refresh and --no-cache cannot be combined", help="use only one of them")
     check_output(output, force, {"a detection": (".json", ".html")})
     from fsdptool.families.registry import load_registry
@@ -83,24 +55,28 @@ def command(
 
     spec = resolve(
         reference,
-        revision=revision,
-        component=component,
-        trust_remote_code=trust_remote_code,
-        overrides=override_values(override or ()),
+        revision=options["revision"],
+        component=options["component"],
+        trust_remote_code=options["trust_remote_code"],
+        overrides=override_values(given["overrides"] or ()),
     )
     inspection = examine(
-        spec, wrap=_names(wrap), exclude=_names(exclude), use_cache=not no_cache, refresh=refresh
+        spec,
+        wrap=_names(options["wrap"]),
+        exclude=_names(options["exclude"]),
+        use_cache=not no_cache,
+        refresh=options["refresh"],
     )
     inspection, published = detected(inspection, use_cache=not no_cache)
     views: tuple[tuple[View, bool], ...] = (("leaves", leaves), ("tree", tree), ("where", where))
     answer = describe(
         inspection,
-        world_size=world_size,
+        world_size=options["world_size"],
         layout="accelerate" if layout == "accelerate" else "native",
         views=[name for name, requested in views if requested],
-        tensor_parallel=tp,
-        sequence_parallel=sequence_parallel,
-        expert_parallel=ep,
+        tensor_parallel=options["tp"],
+        sequence_parallel=options["sequence_parallel"],
+        expert_parallel=options["ep"],
         published=published,
         diagnostics=load_registry().diagnostics,
     )
@@ -123,5 +99,5 @@ def command(
     return int(ExitCode.FINDINGS if bad else ExitCode.CLEAN)
 
 
-def _names(values: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(name.strip() for value in values or () for name in value.split(",") if name.strip())
+def _names(values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name.strip() for value in values for name in value.split(",") if name.strip())

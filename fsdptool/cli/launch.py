@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -17,13 +17,14 @@ from fsdptool.cli.options import (
     answer_line,
     print_document,
     refuse,
+    takes,
     write_file,
 )
+from fsdptool.launch.options import SlurmOptions, StartOptions
+from fsdptool.options import LAUNCH_ID, declared
 
-_SLURM = ("script", "name", "time", "partition", "account", "cpus_per_task", "setup")
-"""Options that only affect a batch script."""
 
-
+@takes(SlurmOptions)
 def command(
     context: typer.Context,
     recipe: RecipeArgument,
@@ -38,33 +39,28 @@ def command(
     host: Annotated[
         str, typer.Option("--host", help="Host name or address at which the other nodes reach node 0.")
     ] = "node0",
-    launch_id: Annotated[
-        str | None, typer.Option("--launch-id", help="Launch ID, identical on all nodes, unique per launch.")
-    ] = None,
+    launch_id: Annotated[str | None, typer.Option("--launch-id", help=LAUNCH_ID.help)] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a Slurm batch script.")] = False,
     script: Annotated[
         Path | None, typer.Option("--script", help="File to write the batch script to.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Slurm job name; default: RECIPE.")] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Slurm time limit.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Slurm account.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option("--cpus-per-task", help="CPU cores per node.")] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option("--setup", help="Command to run first, for example 'module load cuda' (repeatable)."),
-    ] = None,
     max_restarts: Annotated[int, typer.Option("--max-restarts", help="Restarts within one launch.")] = 0,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Timeout of a collective, in seconds.")
+        float | None, typer.Option("--timeout", help=declared(StartOptions)["timeout"].option.help)
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing script.")] = False,
     trust_remote_code: TrustOption = False,
     format: FormatOption = Format.TEXT,
+    **given: Any,
 ) -> int:
     """Print the command line of every node for RECIPE, or a Slurm script, without starting anything."""
     if not slurm:
-        refuse(context, _SLURM, "requires --slurm", "add --slurm, or remove the option")
+        refuse(
+            context,
+            ("script", *declared(SlurmOptions)),
+            "requires --slurm",
+            "add --slurm, or remove the option",
+        )
     from fsdptool.launch.job import node_lines, random_id
     from fsdptool.launch.prepare import absolute_job
     from fsdptool.launch.slurm import slurm_script
@@ -81,15 +77,9 @@ def command(
     )
     text = None
     if slurm:
-        text = slurm_script(
-            job,
-            name=name or recipe.stem,
-            time=time,
-            partition=partition,
-            account=account,
-            cpus_per_task=cpus_per_task,
-            setup=setup or (),
-        )
+        asked = cast("SlurmOptions", given)
+        asked["name"] = asked["name"] or recipe.stem
+        text = slurm_script(job, **asked)
         if script is not None:
             write_file(script, text, force=force)
             script.chmod(0o755)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from fsdptool.api.options import MigrationOptions
 from fsdptool.cli.options import (
-    DialectOption,
     ExcludeOption,
     Format,
     FormatOption,
@@ -22,6 +22,7 @@ from fsdptool.cli.options import (
     lost_lines,
     print_document,
     say,
+    takes,
     write_file,
 )
 from fsdptool.errors import ConfigError, ExitCode, StorageError
@@ -31,14 +32,9 @@ if TYPE_CHECKING:
     from fsdptool.config.migrate import Migrated
 
 
+@takes(MigrationOptions)
 def command(
     files: Annotated[list[Path], typer.Argument(help="Files or folders; - reads standard input.")],
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Write for another program (axolotl, trl, ...) or in a dialect (accelerate, env, ...)."
-        ),
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write, instead of changing the input.")
     ] = None,
@@ -48,17 +44,19 @@ def command(
     diff: Annotated[
         bool, typer.Option("--diff", help="Show what would change, without writing anything.")
     ] = False,
-    dialect: DialectOption = None,
     exclude: ExcludeOption = None,
     skip_unknown: SkipUnknownOption = False,
     isolated: IsolatedOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output file.")] = False,
     format: FormatOption = Format.TEXT,
+    **given: Any,
 ) -> int:
     """Convert FSDP1 files to FSDP2 (in place, keeping comments), or files for another program."""
     from fsdptool.api.validate import Linter
     from fsdptool.config.migrate import check_target, migration_document
 
+    options = cast("MigrationOptions", given)
+    to, dialect = options["to"], options["dialect"]
     if to is not None:
         check_target(to)
     linter = Linter(exclude=exclude, skip_unknown=skip_unknown, isolated=isolated)

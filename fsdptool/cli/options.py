@@ -63,9 +63,6 @@ RowFormatOption = Annotated[
     RowFormat, typer.Option("--format", help="Output format; tsv and csv print rows for programs.")
 ]
 FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
-OverrideOption = Annotated[
-    list[str] | None, typer.Option("--override", help="Replace a configuration value: KEY=JSON (repeatable).")
-]
 StartOverOption = Annotated[bool, typer.Option("--start-over", help=START_OVER.help)]
 TrustOption = Annotated[bool, typer.Option(*TRUST.flags, help=TRUST.help)]
 DialectOption = Annotated[str | None, typer.Option(help=DIALECT.help)]
@@ -119,7 +116,9 @@ def _parameter(item: Declared, *, is_argument: bool) -> inspect.Parameter:
     if is_argument:
         info = typer.Argument(help=option.text())
     else:
-        info = typer.Option(*item.flags, help=option.text(), rich_help_panel=option.panel)
+        # A plan checks the bounds of its options, which have panels, wherever they come from.
+        least = option.minimum if option.panel is None else None
+        info = typer.Option(*item.flags, help=option.text(), rich_help_panel=option.panel, min=least)
     hint = kind | None if default is None else kind
     kinds = inspect.Parameter
     return kinds(item.name, kinds.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])

@@ -1,11 +1,12 @@
-"""How a run is started: the options of ``fsdptool train`` and :func:`fsdptool.train`."""
+"""How a run is started: the options of ``fsdptool train``, :func:`fsdptool.train` and ``fsdptool launch``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
-from fsdptool.options import START_OVER, TRUST, Option
+from fsdptool.options import LAUNCH_ID, START_OVER, TRUST, Option
 
 
 class StartOptions(TypedDict, total=False):
@@ -27,8 +28,22 @@ class StartOptions(TypedDict, total=False):
     grace: Annotated[int, Option("Time that workers have to save after a signal, in seconds.", default=600)]
     node_rank: Annotated[int | None, Option("Rank of this node.")]
     rendezvous: Annotated[str | None, Option("HOST:PORT of node 0, for several nodes.")]
-    launch_id: Annotated[str | None, Option("Launch ID, identical on all nodes, unique per launch.")]
+    launch_id: Annotated[str | None, LAUNCH_ID]
     predict: Annotated[bool, Option(
         "Predict memory before the run starts.", flags=("--predict/--no-predict",), default=True)]
     trust_remote_code: Annotated[bool, TRUST]
+    # fmt: on
+
+
+class SlurmOptions(TypedDict, total=False):
+    """Every option of ``launch`` that says what a batch script asks of Slurm."""
+
+    # fmt: off
+    name: Annotated[str | None, Option("Slurm job name; default: RECIPE.", "Slurm")]
+    time: Annotated[str | None, Option("Slurm time limit.", "Slurm")]
+    partition: Annotated[str | None, Option("Slurm partition.", "Slurm")]
+    account: Annotated[str | None, Option("Slurm account.", "Slurm")]
+    cpus_per_task: Annotated[int | None, Option("CPU cores per node.", "Slurm")]
+    setup: Annotated[Sequence[str], Option(
+        "Command to run first, for example 'module load cuda' (repeatable).", "Slurm", default=())]
     # fmt: on

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Unpack
 
 from fsdptool.errors import ConfigError
 from fsdptool.launch.job import PORT, MultiNodeJob, random_id, train_line
+from fsdptool.launch.options import SlurmOptions
+from fsdptool.options import with_defaults
 
 SIGNAL_LEAD_SECONDS = 300
 """How long before its time limit Slurm asks the run to save."""
@@ -17,16 +19,7 @@ _LIMIT = re.compile(r"(?P<days>\d+)-(?P<rest>\d+(:\d+){0,2})|(?P<plain>\d+(:\d+)
 """Time limits as sbatch(1) of Slurm 22.05 takes them; 0 is none."""
 
 
-def slurm_script(
-    job: MultiNodeJob,
-    *,
-    name: str,
-    time: str | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    cpus_per_task: int | None = None,
-    setup: Sequence[str] = (),
-) -> str:
+def slurm_script(job: MultiNodeJob, **options: Unpack[SlurmOptions]) -> str:
     """Return a batch script: one task per node, NCCL settings, stop before the limit, requeue on 75.
 
     Slurm sends SIGUSR1 to the job's steps ahead of the time limit (``--signal`` without ``B:``);
@@ -36,26 +29,24 @@ def slurm_script(
 
     Args:
         job: The run.
-        name: Job name.
-        time: Time limit as Slurm writes it.
-        partition, account: As Slurm knows them.
-        cpus_per_task: Cores per node.
-        setup: Lines that prepare the environment (``module load``, ``source venv/bin/activate``).
+        **options: The options of ``fsdptool launch`` on Slurm, the job's name at least.
 
     Raises:
         ConfigError: A value could not be a ``#SBATCH`` value, or the time limit leaves no time to train.
     """
+    asked = with_defaults(SlurmOptions, options)
+    time, cpus_per_task = asked["time"], asked["cpus_per_task"]
     if time is not None:
         _check_limit(time)
     values = {
-        "job-name": name,
+        "job-name": asked["name"],
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.per_node) if job.gpus else None,
         "cpus-per-task": str(cpus_per_task) if cpus_per_task else None,
         "time": time,
-        "partition": partition,
-        "account": account,
+        "partition": asked["partition"],
+        "account": asked["account"],
         # Job name and ID: a job that is put back into the queue keeps both and appends to its file.
         "output": "%x-%j.out",
         "signal": f"USR1@{SIGNAL_LEAD_SECONDS}",
@@ -70,7 +61,7 @@ def slurm_script(
     cores = f"--cpus-per-task={cpus_per_task} " if cpus_per_task else ""
     body = [
         "set -u",
-        *setup,
+        *asked["setup"],
         *exports,
         'head_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         "# A requeued job keeps its ID; the restart count makes the launch ID unique.",

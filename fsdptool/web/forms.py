@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.options import declared
 from fsdptool.records.annotations import Annotation, Shape, fields_of
 from fsdptool.records.codec import from_json
 from fsdptool.records.mesh import PLANNED
@@ -152,18 +153,21 @@ _SPELLINGS = {
 }
 
 
-def option_fields(names: Iterable[str], values: Mapping[str, str]) -> tuple[Field, ...]:
-    """Return fields for options of ``plan`` (:class:`fsdptool.planning.options.Options`).
+def option_fields(
+    names: Iterable[str], values: Mapping[str, str], *, of: type | None = None
+) -> tuple[Field, ...]:
+    """Return fields for options of a declaration.
 
     Args:
         names: The options, in order.
         values: Texts by option, for example the parameters of an address.
+        of: The declaration (:mod:`fsdptool.options`); None is that of ``plan``.
     """
-    from fsdptool.planning.options import declared
+    from fsdptool.planning.options import Options
 
     fields = []
     for name in names:
-        item = declared()[name]
+        item = declared(of or Options)[name]
         kind, bounds = _kind(item.annotation), item.option.bounds()
         choices = ("yes", "no") if kind is FieldKind.SWITCH else item.option.allowed()
         fields.append(

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from fsdptool.api.options import DivisionOptions
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.detection import ConsideredClass, Detection
 from fsdptool.records.diagnostic import read_answer
 from fsdptool.report.page.detection import detection_body
 from fsdptool.web import references
-from fsdptool.web.forms import Field, FieldKind, option_fields, parse
+from fsdptool.web.forms import Field, option_fields, parse
 from fsdptool.web.jobs import JobState
 from fsdptool.web.page import Page, error_page, group_of, render, services
 
@@ -93,18 +94,11 @@ async def upload(request: Request) -> Response:
 
 def _fields(query: Mapping[str, str]) -> tuple[Field, ...]:
     reference, *details = option_fields(("reference", *_DETAILS), query)
-    ranks = Field(
-        "world_size",
-        "Ranks",
-        FieldKind.WHOLE,
-        help="Ranks that share the parameters, to see what shards unevenly.",
-        value=query.get("world_size", ""),
-        minimum=1,
-    )
+    (ranks,) = option_fields(("world_size",), query, of=DivisionOptions)
     layout, *rest = details
     return (
         replace(reference, required=True, suggestions=references.known()),
-        ranks,
+        replace(ranks, label="Ranks"),
         replace(layout, empty="(native)"),
         *rest,
     )
