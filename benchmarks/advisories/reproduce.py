@@ -45,7 +45,7 @@ def outcome(advisory: str, case: Case, pins: Mapping[str, str], packages: Path) 
     with tempfile.TemporaryDirectory() as folder:
         shared = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(case.ranks)}
         shared |= {"STORE": f"{folder}/store", "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, str(HERE / "reproductions.py"), advisory]
+        command = [sys.executable, str(HERE / "run_case.py"), advisory]
         ranks = [
             subprocess.Popen(
                 command,

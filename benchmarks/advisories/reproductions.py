@@ -1,15 +1,8 @@
-"""The registry of reproductions, what they share, and the process that runs one of them.
-
-``python benchmarks/advisories/reproductions.py NAME`` prints what is seen as JSON; ``RANK``, ``WORLD_SIZE``
-and ``STORE`` are in the environment. ``reproduce.py`` starts it with other releases in front of the installed
-ones.
-"""
+"""The registry of reproductions, and what they share."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -160,20 +153,3 @@ def shared_folder() -> Path:
     """Return a folder that all ranks of the case see."""
     store = os.environ.get("STORE")
     return Path(store).parent if store else Path(tempfile.mkdtemp())
-
-
-def main() -> None:
-    """Run the case of the first argument, and print what is seen."""
-    import of_accelerate  # noqa: F401  (each module registers its cases)
-    import of_others  # noqa: F401
-
-    # The modules above register with the importable copy of this one.
-    from reproductions import CASES as registered
-
-    print(json.dumps({"seen": registered[sys.argv[1]].show()}), flush=True)
-    # What the libraries do on leaving is not looked at.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "detect"))
 
 import inputs
 from classes import TEXT_GROUPS, Subject
+from groups import GROUPS
 
 from fsdptool.families.synthetic import synthesise
 
@@ -23,8 +20,6 @@ ATTEMPTS = 24
 
 def groups() -> Mapping[str, tuple[str, ...]]:
     """Return the tables of images, sound and both that ``benchmarks/detect`` inspects."""
-    from sweep import GROUPS  # type: ignore[attr-defined]
-
     return {name: GROUPS[name] for name in ("image-text", "vision", "audio")}
 
 

@@ -24,6 +24,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "breadth"))
+
+from groups import GROUPS
+
 from fsdptool.errors import FsdptoolError
 from fsdptool.inspection.api import describe
 from fsdptool.inspection.build import build
@@ -43,39 +47,6 @@ CONCERNS: dict[WrapConcern, str] = {
     "many_parts": "parameters outside the blocks add up although no single one is large",
 }
 """Meaning of each code, for the table."""
-
-GROUPS = {
-    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
-    "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
-    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
-    "image-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
-    "vision": (
-        "MODEL_FOR_IMAGE_MAPPING_NAMES",
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
-        "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES",
-        "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
-        "MODEL_FOR_INSTANCE_SEGMENTATION_MAPPING_NAMES",
-        "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
-        "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
-        "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES",
-        "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES",
-        "MODEL_FOR_KEYPOINT_DETECTION_MAPPING_NAMES",
-        "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING_NAMES",
-    ),
-    "audio": (
-        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-        "MODEL_FOR_CTC_MAPPING_NAMES",
-        "MODEL_FOR_AUDIO_FRAME_CLASSIFICATION_MAPPING_NAMES",
-        "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES",
-        "MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES",
-        "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES",
-        "MODEL_FOR_AUDIO_TOKENIZATION_NAMES",
-    ),
-}
 
 
 def transformers_classes() -> dict[str, list[str]]:
