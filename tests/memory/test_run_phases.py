@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.xdist_group("run-phases"), pytest.mark.distributed, py
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 2000,
+    "vocab_size": 1000,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
@@ -49,7 +49,7 @@ fsdp_config:
 PACKED = """\
 model: {reference: model, weights: random}
 data: {source: jsonl, path: text.jsonl, tokenizer: bytes}
-batch: {micro_batch: 2, sequence_length: 256, accumulation: 2}
+batch: {micro_batch: 2, sequence_length: 128, accumulation: 2}
 steps: 4
 evaluation: {every_steps: 3, batches: 2, holdout: 0.2}
 checkpoints: {every_steps: 3}
@@ -59,7 +59,7 @@ ema: {decay: 0.99}
 GATHERED = """\
 model: {reference: model, weights: random, dtype: bfloat16}
 data: {source: jsonl, path: text.jsonl, tokenizer: bytes, document_mask: false}
-batch: {micro_batch: 2, sequence_length: 256}
+batch: {micro_batch: 2, sequence_length: 128}
 optimizer: {name: muon}
 steps: 2
 evaluation: {every_steps: 2, batches: 2, holdout: 0.2, samples: 1}
