@@ -1,13 +1,16 @@
 #!/bin/sh
 # Check formatting, lint and types, then run the tests, in the same environment as run.sh.
-# --quick (the first argument) omits the tests that are marked distributed or slow and takes under four
-# minutes on two cores. --sweeps adds the tests that try further settings of what others hold; run it before a
-# release. Other arguments are passed to pytest.
+# --quick (the first argument) omits the tests that are marked distributed or slow and takes about three minutes
+# on two cores. --sweeps adds the tests that try further settings of what others hold; run it before a release.
+# Other arguments are passed to pytest.
 group=dev
 . "$(dirname -- "$0")/environment.sh"
 cd "$root"
+# Twice as many workers as cores: tests of several processes spend half of their time waiting for one another.
+workers=4
 if [ "${1:-}" = --quick ]; then
     shift
+    workers=2
     set -- -m "not distributed and not slow" "$@"
 fi
 ruff format --check .
@@ -19,9 +22,8 @@ trap 'rm -f "$output"' EXIT
 mypy >"$output" 2>&1 &
 types=$!
 status=0
-# Three workers: tests of several processes spend a third of their time waiting for one another.
 # A test that hangs fails by its name, with the stacks of its threads; the slowest takes three minutes beside others.
-python -m pytest -n 3 --dist loadgroup --timeout 600 --timeout-method signal "$@" || status=$?
+python -m pytest -n $workers --dist loadgroup --timeout 600 --timeout-method signal "$@" || status=$?
 wait "$types" || status=$?
 cat "$output"
 exit "$status"

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +95,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if shared is not None:
             item.add_marker(pytest.mark.xdist_group("ranks" if shared == "pool" else shared))
             item.add_marker(pytest.mark.distributed)
+    _sample(items)
     if not config.getoption("sweeps"):
         swept = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=swept)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Mark the parameters as slow that a quick run of a sampled test omits."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % sampled.kwargs["every"]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1

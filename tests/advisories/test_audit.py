@@ -129,6 +129,7 @@ def test_versions_must_be_known(project: Path, capsys: pytest.CaptureFixture[str
     assert "none of the packages that advisories name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_that_the_base_lacks_is_imported(project: Path) -> None:
     heavy = "{'torch', 'numpy', 'transformers', 'accelerate'} & set(sys.modules)"
     script = (

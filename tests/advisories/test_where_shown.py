@@ -118,6 +118,7 @@ def test_a_log_with_message_and_version_names_the_bug(tmp_path: Path, banner: st
     assert not diagnose(log).notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "found"), [("", True), ("--bnb_4bit_quant_storage bfloat16", False)])
 def test_a_plan_says_what_a_whole_base_adds(tmp_path: Path, more: str, found: bool) -> None:
     file = tmp_path / "train.sh"

@@ -89,6 +89,7 @@ def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
     return code, {item["path"]: item for item in document["files"]}
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_fails_with_what_the_change_did(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_run_that_does_not_fit_fails_with_what_the_change_did(
     assert "| `train.yaml` | **does not fit** | " in table
 
 
+@pytest.mark.slow
 def test_a_change_of_an_included_file_is_a_change_of_the_run(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +157,7 @@ def test_the_first_pattern_that_matches_names_the_hardware(
     assert "nothing says on which GPUs large/train.yaml runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_not_certain_is_listed_and_does_not_fail(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +181,7 @@ def test_what_is_not_certain_is_listed_and_does_not_fail(
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_run_and_a_wrong_revision_is_refused(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

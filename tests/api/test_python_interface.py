@@ -123,6 +123,7 @@ def test_the_import_is_light_and_has_a_version() -> None:
     assert "__version__" in dir(fsdptool)
 
 
+@pytest.mark.slow
 def test_records_print_in_a_few_lines_and_show_a_page(tmp_path: Path) -> None:
     detection = fsdptool.detect("gpt2:small")
     assert repr(detection).splitlines()[:2] == [
@@ -149,6 +150,7 @@ def test_records_print_in_a_few_lines_and_show_a_page(tmp_path: Path) -> None:
     assert fsdptool.read_plan(tmp_path / "plan.json") == plans[0]
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_table_of_its_candidates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

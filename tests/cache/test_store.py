@@ -108,6 +108,7 @@ def start_writer(folder: Path, mark: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_two_writers_and_kills_leave_whole_entries(store: Store) -> None:
     seen = set()
     for _ in range(4):

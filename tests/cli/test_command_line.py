@@ -159,6 +159,7 @@ def test_no_help_text_is_taken_for_markup() -> None:
     assert list(commands)[:5] == list(COMMANDS)
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_change_no_status() -> None:
     """As under some daemons; a file of ours must not get the number of a missing stream either."""
     command = f"exec {sys.executable} -m fsdptool rule FSD301 <&- >&- 2>&-"

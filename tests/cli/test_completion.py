@@ -128,6 +128,7 @@ def test_every_table_lists_something(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(completion._codes("")) == set(all_rules())
 
 
+@pytest.mark.slow
 def test_the_shell_does_not_wait_for_torch() -> None:
     code = "import sys; from fsdptool.cli.app import run; run([]); assert 'torch' not in sys.modules"
     line = environment("fsdptool plan llama3:7")

@@ -62,6 +62,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_lora_on_two_gpus_of_24_gb(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_lora_on_two_gpus_of_24_gb(
     assert run(["init", "llama3:tiny"]) == 2, "files are not replaced unasked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 40, 4000])
 def test_a_starter_saves_at_an_interval_that_was_planned(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +117,7 @@ def test_a_starter_saves_at_an_interval_that_was_planned(
     assert needs[0] > needs[1]
 
 
+@pytest.mark.slow
 def test_a_recipe_in_another_folder_finds_its_files_from_anywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_recipe_in_another_folder_finds_its_files_from_anywhere(
     assert read_recipe("../jobs/again.yaml") == read_recipe("../jobs/recipe.yaml")
 
 
+@pytest.mark.slow
 def test_a_model_of_your_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +213,7 @@ steps: 400
 """
 
 
+@pytest.mark.slow
 def test_nobody_starts_over_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

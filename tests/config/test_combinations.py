@@ -140,6 +140,7 @@ def compare(dialect: str, seed: int, count: int, check: Callable[[Path], object]
         check(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_combination_means_what_accelerate_makes_of_it(seed: int, tmp_path: Path) -> None:
     compare("accelerate", seed, 60, accelerate_oracle.check_explained, tmp_path)

@@ -387,6 +387,7 @@ def test_pre_commit_runs_the_hooks(tmp_path: Path) -> None:
     assert "fsdptool" in packages and "typer" in packages and not packages & {"torch", "transformers"}
 
 
+@pytest.mark.slow
 def test_the_schema_alone_serves_a_generic_checker(files: Path) -> None:
     """check-jsonschema accepts the good file and refuses what a schema can refuse."""
     schema = Path(__file__).parents[2] / "schemas" / "accelerate-fsdp2.schema.json"

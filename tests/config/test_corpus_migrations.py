@@ -76,6 +76,7 @@ if corpus.folder() is not None:
         # Without words for classes there is little to write.
         assert written > (0 if few else 50) or load_registry().get(to).base is not None
 
+    @pytest.mark.slow
     def test_the_schema_alone_accepts_every_good_file() -> None:
         """Good: FSDP2 without a finding, as it is or after all fixes. What was FSDP1 it rejects."""
         schema = jsonschema.Draft202012Validator(load_schema("accelerate-fsdp2"))

@@ -112,6 +112,7 @@ if corpus.folder() is not None:
                 again = _changed(changed, mode, tmp_path / "again")
                 assert again is None or again.read_bytes() == changed.read_bytes(), path.name
 
+    @pytest.mark.slow
     def test_comments_and_line_endings_survive(tmp_path: Path) -> None:
         """Every comment on a line of its own is still there, and so are CRLF and a missing last newline."""
         for path in FILES:

@@ -161,6 +161,7 @@ class Careless(Accelerate):
         return super().write(settings, header)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -185,6 +186,7 @@ def test_a_careless_one_does_not(wrong: str, said: str) -> None:
         assert_conforms(Careless(wrong))
 
 
+@pytest.mark.slow
 def test_a_migration_that_changes_the_run_is_found() -> None:
     class Hasty(Accelerate):
         def migrate(self, steps, lint, target):  # type: ignore[no-untyped-def]

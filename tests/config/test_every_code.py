@@ -180,6 +180,7 @@ def test_accelerate_crashes_on_persistent_buffers() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_code_in_the_source_has_a_page_and_every_page_a_code() -> None:
     root = Path(fsdptool.__file__).parent
     form = re.compile(r"(?:FSD|DET|PLN|DOC|CACHE|[A-Z]{3})\d{3}")

@@ -24,6 +24,7 @@ EVERY = {"accelerate": 47, "trainer": 31}
 """One of so many cases is judged here; the committed result has all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", EVERY)
 def test_a_share_of_the_grid(program: str) -> None:
     answers = grids.judge(program, every=EVERY[program], first=EVERY[program] // 2)
@@ -253,6 +254,7 @@ def test_every_fix_that_is_offered_leads_to_a_better_file(text: str) -> None:
         assert (item.code, item.message) not in {(found.code, found.message) for found in again.diagnostics}
 
 
+@pytest.mark.slow
 def test_the_model_is_judged_for_the_version_that_runs(tmp_path: Path) -> None:
     bert = {
         "hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

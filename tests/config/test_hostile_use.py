@@ -235,6 +235,7 @@ def test_anchors_go_after_what_uses_them() -> None:
     assert Path("args.yaml").read_text() == "version: 2\nactivation_checkpointing: false\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_an_answer_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
@@ -353,6 +354,7 @@ def test_a_failure_of_ours_is_a_finding_of_its_file(
     assert Path("v1.yaml").read_text() != V1
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("ending", ["\x85", "\u2028", "\u2029", "\r", "\r\n"])
 @pytest.mark.parametrize("form", ["all", "middle", "last", "comment", "folded"])
 @pytest.mark.parametrize("text", [BAD, V1, ONE], ids=["bad", "v1", "one"])

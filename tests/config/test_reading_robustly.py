@@ -58,6 +58,7 @@ if corpus.folder() is not None:
         report = fuzz.fuzz(files, 150, seed=11)
         assert not report.failures, report.failures[0]
 
+    @pytest.mark.slow
     def test_values_are_pyyamls_own() -> None:
         for path in corpus.files():
             text = path.read_bytes().decode()
@@ -124,6 +125,7 @@ def test_scalars_are_pyyamls_own(scalar: str) -> None:
     assert repr(got) == repr(wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text(max_size=40))
 def test_any_text_reads_as_pyyaml_reads_it(text: str) -> None:

@@ -187,6 +187,7 @@ def test_the_committed_schema_is_the_record() -> None:
     assert load_schema("recipe") == json.loads(json.dumps(generate("recipe")))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.builds(

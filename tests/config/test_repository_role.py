@@ -36,6 +36,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_repository_of_configurations(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def ask(*arguments: str, status: int) -> str:
         capsys.readouterr()

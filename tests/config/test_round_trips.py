@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,7 @@ ANY = settings(
 )
 
 
+@pytest.mark.slow
 def test_every_dialect_goes_round() -> None:
     """Written and read again is the identity, or one line says which setting there is no word for.
 
@@ -103,6 +105,7 @@ def test_every_dialect_goes_round() -> None:
     assert min(understood[name] for name in usual) > 1, understood
 
 
+@pytest.mark.slow
 def test_merging_says_exactly_what_was_asked() -> None:
     existing = SourceText(
         "# mine\ncompute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU  # was DDP\n"
@@ -127,6 +130,7 @@ def test_merging_says_exactly_what_was_asked() -> None:
     check()
 
 
+@pytest.mark.slow
 def test_a_written_file_needs_no_fix() -> None:
     @ANY
     @given(every_setting())

@@ -221,6 +221,7 @@ SWITCHES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_any_combination_means_what_transformers_makes_of_it(seed: int, tmp_path: Path) -> None:
     """Values and combinations nobody would write: refused where transformers refuses, else the same run."""

@@ -302,6 +302,7 @@ print("made" if made else "found", ragged.Ragged(Path(sys.argv[1])).row("x", 0).
 """
 
 
+@pytest.mark.slow
 def test_a_killed_maker_leaves_nothing_and_others_wait(tmp_path: Path) -> None:
     def start(seconds: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -428,6 +429,7 @@ def test_csv_files_of_people_are_read_as_before(tmp_path: Path) -> None:
     assert sum(1 for _ in open_source(Data(source="jsonl", path=str(path))).rows()) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_parquet_file_of_some_bytes_stands_for_gigabytes(nested: bool, tmp_path: Path) -> None:
     once = pa.array(["x" * (4 << 20)])

@@ -146,6 +146,7 @@ def seed_all() -> None:
     torch.manual_seed(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["Table", "Stream", "batches", "by_epoch", "table", "listed", "loaded", "Drawn"]
 )

@@ -81,6 +81,7 @@ def test_the_factor_of_a_vae_is_what_it_does(name: str, pipelines: Mapping[str, 
     assert vae_factor(pipelines[name]) == 64 // encoded["latents"].shape[-1]
 
 
+@pytest.mark.slow
 def test_init_precompute_and_batches_of_a_pipeline_with_another_vae(
     shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

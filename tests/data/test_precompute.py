@@ -38,6 +38,7 @@ from fsdptool.training.data.images import Bucket, buckets_of, nearest
 Recipes = Callable[..., Recipe]
 
 
+@pytest.mark.slow
 def test_every_known_pipeline_exists_with_the_outputs_we_name() -> None:
     """The table follows diffusers' source: each return of ``encode_prompt`` has as many entries."""
     import ast
@@ -82,6 +83,7 @@ def bucketed(cached: tuple[Path, Path, Path], **fields: Any) -> Recipe:
     return recipe_of(pipeline, images, buckets=[[64, 64], [32, 64], [64, 32]], shard_size=5, **fields)
 
 
+@pytest.mark.slow
 def test_draws_and_buckets_do_not_depend_on_ranks(cached: tuple[Path, Path, Path]) -> None:
     spec = resolve(str(cached[0]))
 
@@ -129,6 +131,7 @@ def test_noise_is_new_every_epoch_and_every_sample(cached: tuple[Path, Path, Pat
     assert abs(noise.std() - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_dropped_captions_are_the_empty_ones(cached: tuple[Path, Path, Path]) -> None:
     spec = resolve(str(cached[0]))
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(cached[0])
@@ -233,6 +236,7 @@ def complaint(action: Callable[[], Any]) -> str:
     return f"{caught.value.message} | {caught.value.help}"
 
 
+@pytest.mark.slow
 def test_pictures_and_pipelines_that_cannot_be_used(
     pipelines: Mapping[str, Path], cached: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_videos_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         shown(torn, 24, 24.0)
 
 
+@pytest.mark.slow
 def test_without_pyav_a_video_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"\0")
     code = (

@@ -15,6 +15,7 @@ from fsdptool.testing.families import small_model
 EXACT = [family.name for family in load_registry().all() if family.exact_inputs and family.flavours()]
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_times_run_beside_bfloat16(name: str) -> None:
     family = load_registry().get(name)

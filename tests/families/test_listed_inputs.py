@@ -31,6 +31,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_class_of_transformers_trains_with_its_own_loss() -> None:
     reference, name = Reference("config", "segformer"), "SegformerForSemanticSegmentation"
     spec = ModelSpec(reference, "generic", None, "transformers", name, SEGFORMER)

@@ -201,6 +201,7 @@ def test_the_conformance_test_names_every_problem() -> None:
     assert "default objective 'causal_lm' is not among []" in problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["llama3:8b", "flux.1:schnell"])
 def test_the_conformance_test_passes_what_ships(reference: str) -> None:
     family, _, flavour = reference.partition(":")

@@ -253,6 +253,7 @@ def test_uneven_parameters_are_padded_like_torch_chunks_them() -> None:
             )
 
 
+@pytest.mark.slow
 def test_reasons_are_closed_lists() -> None:
     for reference in ("sdxl:unet", "albert:base-v2", "mllama:11b-vision", "hidream:i1-full", "svd:xt"):
         choice = examine(resolve(reference)).anatomy.wrap
@@ -324,6 +325,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(shown.err.splitlines()) == 8, "two lines for each refusal"
 
 
+@pytest.mark.slow
 def test_a_hit_needs_no_torch_and_an_edit_is_a_miss(tmp_path: Path) -> None:
     path = config(tmp_path)
     assert not examine(resolve(path)).cached

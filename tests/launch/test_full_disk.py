@@ -32,6 +32,7 @@ def files_end_at(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_commit_that_fails_changes_nothing(desk: Desk) -> None:
     entries = [desk.add(f"run-{number}", held=True) for number in range(60)]
     size = desk.queue.file.path.stat().st_size
@@ -70,6 +71,7 @@ def _mount() -> tuple[str, ...] | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_small_disk_with_any_space_left(tmp_path: Path) -> None:
     mount = _mount()
     if mount is None:

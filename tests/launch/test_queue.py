@@ -72,6 +72,7 @@ def test_sets_that_overlap_wait_and_order_is_kept(
     assert find_waits(waiting, occupied, slots=4) == tuple(waits)
 
 
+@pytest.mark.slow
 def test_overlapping_sets_never_run_together_and_the_next_starts_by_itself(desk: Desk) -> None:
     both, one, two = desk.add("both", gpus="0,1"), desk.add("one", gpus="1"), desk.add("two", gpus="2")
     desk.until(both, EntryState.RUNNING)
@@ -96,6 +97,7 @@ def times(folder: Path) -> tuple[float, float]:
     return moments[0], moments[-1]
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_killed_server_and_the_next_server_goes_on(desk: Desk) -> None:
     first, second = desk.add("first", gpus="0"), desk.add("second", gpus="0")
     server = subprocess.Popen([sys.executable, "-c", SERVER, *PLAY])
@@ -119,6 +121,7 @@ def test_a_run_outlives_a_killed_server_and_the_next_server_goes_on(desk: Desk) 
     desk.scheduler.close()
 
 
+@pytest.mark.slow
 def test_a_command_begins_only_when_its_start_is_written_down(desk: Desk, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "print('begun')"]
     log = tmp_path / "log"
@@ -140,6 +143,7 @@ def test_a_command_begins_only_when_its_start_is_written_down(desk: Desk, tmp_pa
     desk.until(entry, EntryState.RUNNING)
 
 
+@pytest.mark.slow
 def test_a_run_whose_log_cannot_be_written_is_not_started_for_ever(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +174,7 @@ def test_another_process_with_the_same_id_is_not_the_run() -> None:
     assert not is_alive(ProcessIdentity(own.pid, own.start, "another boot"))
 
 
+@pytest.mark.slow
 def test_stop_saves_and_resume_joins_the_queue_in_the_same_folder(desk: Desk) -> None:
     entry = desk.add("run", gpus="0")
     folder = Path(desk.until(entry, EntryState.RUNNING).folder)
@@ -187,6 +192,7 @@ def test_stop_saves_and_resume_joins_the_queue_in_the_same_folder(desk: Desk) ->
     assert not stop_run(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_ignores_a_kill_is_killed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_KILL_SECONDS", 0.0)
     entry = desk.add("deaf", "deaf")
@@ -195,6 +201,7 @@ def test_a_run_that_ignores_a_kill_is_killed(desk: Desk, monkeypatch: pytest.Mon
     assert desk.until(entry, EntryState.DEAD).pid is None
 
 
+@pytest.mark.slow
 def test_gpus_of_a_dead_run_are_free_when_its_workers_have_ended(desk: Desk) -> None:
     dead, following = desk.add("dead", "orphan", gpus="0"), desk.add("following", gpus="0")
     folder = Path(desk.entry(dead).folder)
@@ -213,6 +220,7 @@ def test_gpus_of_a_dead_run_are_free_when_its_workers_have_ended(desk: Desk) -> 
     desk.until(following, EntryState.RUNNING)
 
 
+@pytest.mark.slow
 def test_failures_before_and_in_a_run_are_told_apart(desk: Desk) -> None:
     refused, died = desk.add("refused", "refuse"), desk.add("died", "die")
     assert desk.until(refused, EntryState.FAILED).message == "the recipe asks for the moon"
@@ -221,6 +229,7 @@ def test_failures_before_and_in_a_run_are_told_apart(desk: Desk) -> None:
     assert desk.entry(again).options == (), "there is no run to continue"
 
 
+@pytest.mark.slow
 def test_entries_move_are_held_and_cancelled(desk: Desk) -> None:
     a, b, c = (desk.add(name, gpus="0") for name in "abc")
 
@@ -253,6 +262,7 @@ def test_entries_move_are_held_and_cancelled(desk: Desk) -> None:
     assert b not in [entry.id for entry in desk.queue.report().entries]
 
 
+@pytest.mark.slow
 def test_the_first_of_several_is_started_first(desk: Desk) -> None:
     desk.add("later", gpus="0")
     urgent = desk.add("urgent", gpus="0", first=True)
@@ -295,6 +305,7 @@ def test_a_locked_or_full_or_foreign_database_gives_one_line(
     desk.queue.file.path.unlink()
 
 
+@pytest.mark.slow
 def test_a_scheduler_goes_on_after_a_failure(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = desk.add("a")
     # A file in the place of the logs: the run cannot be started.

@@ -70,6 +70,7 @@ def gone(stage: Stage, ranks: int) -> bool:
     return not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_every_rank_has_finished(stage: Stage) -> None:
     outcome = stage.play("finish", "finish")
     assert outcome.status == "completed"
@@ -87,12 +88,14 @@ def test_a_rank_that_is_killed_is_named_and_the_deaf_end_with_it(stage: Stage) -
     assert "play_workers.py" in (stage.folder / "logs" / "rank-00000.stacks").read_text()
 
 
+@pytest.mark.slow
 def test_the_cause_is_named_before_its_symptoms(stage: Stage) -> None:
     outcome = stage.play("symptom", "die")
     assert outcome.failure is not None
     assert outcome.failure.rank == 1, "a closed connection is what a death looks like from outside"
 
 
+@pytest.mark.slow
 def test_a_restart_that_follows_at_once_is_explained_by_its_cause(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_restart_that_follows_at_once_is_explained_by_its_cause(
     assert restart["failure"].startswith("rank 1 (process "), restart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("survivor", "silent", "said"),
     [
@@ -126,6 +130,7 @@ def test_a_hang_names_the_silent_rank_not_the_one_that_gave_up(
     assert gone(stage, 2)
 
 
+@pytest.mark.slow
 def test_a_timeout_without_a_silent_rank_is_the_reporters(stage: Stage) -> None:
     outcome = stage.play("gives up", "gives up")
     assert outcome.failure is not None
@@ -148,6 +153,7 @@ def test_a_bug_is_a_failed_worker(stage: Stage) -> None:
     assert "RuntimeError: a bug" in (stage.folder / "logs" / "rank-00000.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_the_parent_reaches_every_rank(stage: Stage, number: signal.Signals) -> None:
     stage.when_training(2, lambda pids: os.kill(os.getpid(), number))
@@ -157,6 +163,7 @@ def test_a_signal_to_the_parent_reaches_every_rank(stage: Stage, number: signal.
     assert any(event["kind"] == "stop_requested" for event in stage.told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_one_rank_is_seen_by_its_flag(stage: Stage, number: signal.Signals) -> None:
     stage.when_training(1, lambda pids: os.kill(pids[0], number))
@@ -209,6 +216,7 @@ def test_a_full_disk_is_said_by_a_rank_that_can_write_nothing(stage: Stage) -> N
     assert "cannot be written" in outcome.failure.message
 
 
+@pytest.mark.slow
 def test_a_second_signal_to_a_rank_ends_it(stage: Stage) -> None:
     def insist(pids: dict[int, int]) -> None:
         # Those of the first five seconds count as echoes of the first one.

@@ -99,6 +99,7 @@ def test_gpus_before_ampere_have_no_flash_attention(
     assert operators.seen == seen
 
 
+@pytest.mark.slow
 def test_plans_for_gpus_before_ampere_assume_no_flash_attention(tmp_path: Path) -> None:
     """Packed documents, which a kernel keeps apart on newer GPUs and a mask on these."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
@@ -128,6 +129,7 @@ def traced(folder: Path, config: dict[str, Any], attention: Any, length: int, ma
     return trace(resolve(str(folder)), run, use_cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "square"),
     [("eager", True), ("flash_attention_2", False), ("flash_attention_3", False), ("flex_attention", False)],
@@ -140,6 +142,7 @@ def test_a_plan_of_fused_attention_has_no_scores(tmp_path: Path, attention: str,
     assert "model.layers.0.self_attn.sinks" in long.gradients
 
 
+@pytest.mark.slow
 def test_fused_attention_takes_what_sdpa_takes_without_a_mask(tmp_path: Path) -> None:
     plain, fused = (
         traced(tmp_path, LLAMA, attention, 128, mask=False) for attention in ("sdpa", "flash_attention_2")

@@ -25,6 +25,7 @@ TARGETS: dict[str, tuple[Lora, set[bool]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", kept(TARGETS, "quantised", "some blocks"))
 def test_the_trace_is_that_of_a_model_that_is_cut_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lora, early = TARGETS[name]

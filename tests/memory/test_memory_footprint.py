@@ -61,6 +61,7 @@ def test_seven_billion_parameters_take_14_gb_on_eight() -> None:
     assert whole / 1e9 == pytest.approx(13.5, abs=0.5)
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_sum_of_its_components() -> None:
     case = Case()
     made = footprint(case.trace(), case.plan(), ParallelDims().resolve(8), case.recipe())
@@ -73,6 +74,7 @@ def test_the_peak_is_the_sum_of_its_components() -> None:
     assert made.confidence == "verified"
 
 
+@pytest.mark.slow
 def test_gloo_staging_is_a_line_of_its_own() -> None:
     """The copy that gloo sums adds to the CPU profile over gloo and to no other."""
     case = Case(
@@ -132,6 +134,7 @@ def test_gradients_join_the_peak_when_they_stay() -> None:
     assert live["gradients"] >= 4 * inspect(one.spec()).total_parameters
 
 
+@pytest.mark.slow
 def test_offloaded_gradients_leave_the_device_as_they_are_reduced() -> None:
     """On a GPU at most one unit's are there; on CPU the device is the host, and nothing changes."""
     kept, moved = Case(), Case(settings={"cpu_offload": True})
@@ -171,6 +174,7 @@ def test_shortened_and_full_depth_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert case.simulate(short) == case.simulate(full)
 
 
+@pytest.mark.slow
 def test_alternating_blocks_are_one_period() -> None:
     overrides = {
         "num_hidden_layers": 16,

@@ -57,6 +57,7 @@ def test_buffers_that_gloo_threads_release_do_not_add_up() -> None:
     assert 4_000_000 <= int(said[0][-1]) < 4_100_000
 
 
+@pytest.mark.slow
 def test_fake_tensors_hold_nothing() -> None:
     """Compiling leaves some behind, of a device they only pretend to be on."""
     import torch
@@ -72,6 +73,7 @@ def test_fake_tensors_hold_nothing() -> None:
     assert fake.device == real.device
 
 
+@pytest.mark.slow
 def test_a_profile_that_took_long_to_prepare_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """kineto refuses one of two seconds, and to stop that ends the process; here half of that is waited."""
     import torch

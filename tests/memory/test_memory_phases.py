@@ -46,6 +46,7 @@ def trace() -> Trace:
     return Case().trace()
 
 
+@pytest.mark.slow
 def test_offloaded_checkpoints_move_from_the_device_to_the_host() -> None:
     """Four blocks keep one input each, of 4 x 512 tokens x 128 x 2 bytes; the last two stay on the device.
 
@@ -63,6 +64,7 @@ def test_offloaded_checkpoints_move_from_the_device_to_the_host() -> None:
     assert sum(c.bytes or 0 for c in host.components) == host.allocated_peak_bytes
 
 
+@pytest.mark.slow
 def test_whole_parameters_and_their_optimizer_stay_on_the_device_under_offload() -> None:
     """FSDP offloads what it shards: adapters kept whole keep two moments and a count there, each."""
     case = Case(
@@ -129,6 +131,7 @@ def test_an_average_of_half_precision_parameters_is_cast_at_once() -> None:
     assert 4 * PARAMETERS // 8 <= cast < 1.05 * 4 * PARAMETERS // 8
 
 
+@pytest.mark.slow
 def test_validation_keeps_no_gradients_and_all_that_is_not_resharded() -> None:
     """Without resharding the second batch finds every unit gathered; with it, two at a time."""
     seen = {}
@@ -188,6 +191,7 @@ def test_a_gpu_holds_the_inputs_of_the_next_step(
     assert more["evaluation"] == validation
 
 
+@pytest.mark.slow
 def test_what_validation_held_is_gone_after_it() -> None:
     """Also under an integer reshard, whose copies outlive a forward without a backward."""
     case = Case(sharding={"reshard_after_forward": 2})

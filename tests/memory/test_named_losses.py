@@ -28,6 +28,7 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), reduction="sum")
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_keeps_16_bit_logits_and_no_others() -> None:
     """What the compiler saves for backward, and the peak of Inductor's kernels on the CPU: two copies."""
     kept: list[Tensor] = []

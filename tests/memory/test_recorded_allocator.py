@@ -35,6 +35,7 @@ HELD = {
 the lowest address among equals, the simulator the oldest. ``benchmarks/recordings`` has the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FACTS, reason="FSDPTOOL_RECORDINGS names no folder of recordings")
 @pytest.mark.parametrize("file", HELD)
 def test_recordings_of_real_gpus(file: str) -> None:

@@ -45,6 +45,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_known")
 def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
@@ -64,6 +65,7 @@ def test_a_further_micro_batch_is_traced_at_one_depth(monkeypatch: pytest.Monkey
     assert alone.repeats and (both, len(runs)) == (2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_known")
 def test_shortcuts_find_what_torchs_own_cache_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = traced(1)
@@ -78,6 +80,7 @@ def test_shortcuts_find_what_torchs_own_cache_finds(monkeypatch: pytest.MonkeyPa
             assert traced(1) == ours
 
 
+@pytest.mark.slow
 def test_repeated_answers_are_torchs_own_wherever_tensors_begin() -> None:
     def recorded(*, repeated: bool) -> tuple[list[Any], Trace]:
         draw, seen = random.Random(0), []
@@ -113,6 +116,7 @@ def test_repeated_answers_are_torchs_own_wherever_tensors_begin() -> None:
     assert 20 < sum(answer is not None for answer in TracingMode._answers.values()) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_known")
 def test_a_torch_without_the_private_names_gives_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = traced(1)

@@ -86,6 +86,7 @@ def unchanged(model: Model) -> None:
     """Train the model as it is."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "saved", "change"),
     [

@@ -26,6 +26,7 @@ def ours(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Trai
     return with_adapter(inspect(spec, use_cache=False), use_cache=False)
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_has_the_parameters_that_peft_gives_it(name: str, tmp_path: Path) -> None:
@@ -303,6 +304,7 @@ def test_recipes_and_emitted_recipes_hold_every_setting(tmp_path: Path) -> None:
         assert read_recipe(tmp_path / "r.yaml") == recipe
 
 
+@pytest.mark.slow
 def test_commands_answer_for_the_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fsdptool.cli.app import run
 
@@ -354,6 +356,7 @@ def test_a_plan_says_that_it_does_not_read_adapters_from_other_programs_files(
     assert "PLN016" not in [item.code for item in read_request({**options, "method": "lora"}).diagnostics]
 
 
+@pytest.mark.slow
 def test_init_writes_a_recipe_that_trains_the_adapter(tmp_path: Path) -> None:
     from fsdptool.cli.app import run
     from fsdptool.config.recipe import given_keys, read_recipe

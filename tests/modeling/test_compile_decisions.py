@@ -124,6 +124,7 @@ def test_every_reason_decides_once(
         assert found.text.endswith(reason.text)
 
 
+@pytest.mark.slow
 def test_a_plan_a_dry_run_and_its_folder_decide_alike(models: dict[str, str], tmp_path: Path) -> None:
     """The folder holds the decision, so that no rank and no resumed run decides again."""
     config = tmp_path / "gpus.yaml"

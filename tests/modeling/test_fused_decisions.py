@@ -148,6 +148,7 @@ def test_code_of_the_models_own_is_untested(models: dict[str, str]) -> None:
     assert decide_fused_loss(own, run)[1].reason is FusedLossReason.UNTESTED
 
 
+@pytest.mark.slow
 def test_a_plan_a_dry_run_and_its_folder_decide_alike(models: dict[str, str], tmp_path: Path) -> None:
     """The folder holds the decision, so that no rank and no resumed run decides again."""
     config = tmp_path / "gpus.yaml"
@@ -192,6 +193,7 @@ def test_nothing_is_computed_twice(models: dict[str, str], method: str) -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_the_default_takes_less_memory_where_it_is_taken(models: dict[str, str]) -> None:
     """The rule against the traces: on either side of its border."""
     for length, saves in ((256, True), (16, False)):

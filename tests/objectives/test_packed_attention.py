@@ -189,6 +189,7 @@ def test_flash_attention_of_several_sequences_is_refused() -> None:
         CausalLM().predict(model, batch)
 
 
+@pytest.mark.slow
 def test_a_plan_of_compiled_blocks_keeps_documents_apart_in_one_graph() -> None:
     """Dynamo traces the attention with its documents: a compiled block keeps less than an eager one."""
     recipe = Recipe(

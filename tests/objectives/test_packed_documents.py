@@ -56,6 +56,7 @@ def test_the_second_document_does_not_change_with_the_first(name: str) -> None:
     torch.testing.assert_close(one[:, half:], two[:, half:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_that_carries_a_state_is_refused_unless_it_is_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_same_is_chosen_as_when_everything_is_simulated(
         assert other is None or (other.rejected_by is not None and other.rejected_by.kind.does_not_fit), item
 
 
+@pytest.mark.slow
 def test_what_is_left_out_says_how_much_is_missing_at_least() -> None:
     plan = search("few meshes fit")
     item = next(item for item in plan.candidates if is_bounded(item))

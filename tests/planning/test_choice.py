@@ -178,6 +178,7 @@ def test_activations_and_states_are_told_apart(tmp_path: Path) -> None:
     assert (states.kind, states.more_gpus_help) == (ShortfallKind.STATES, True)
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_says_what_its_spare_memory_would_buy(tmp_path: Path) -> None:
     fixed = {"checkpointing": "none", "reshard": "true", "offload": False, "prefetch": 1, "micro_batch": 1}
     plan = planned(tmp_path, LLAMA, 1_200_000_000, search=None, **fixed)
@@ -224,6 +225,7 @@ def test_host_memory_that_was_not_given_is_said_to_be_unchecked(tmp_path: Path) 
     assert "PLN006" not in [item.code for item in checked.diagnostics]
 
 
+@pytest.mark.slow
 def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path: Path) -> None:
     """The replayed peak fits and the upper end of its range does not: a warning, and what avoids it."""
     point = {"checkpointing": "none", "reshard": "true", "offload": False, "micro_batch": 64}
@@ -268,6 +270,7 @@ def test_expandable_segments_are_suggested_where_fragmentation_decides(tmp_path:
     assert plan_words.verdict("does_not_fit", 0.0) == "does not fit"
 
 
+@pytest.mark.slow
 def test_bf16_weights_with_8_bit_adam_are_suggested_where_states_are_too_large(tmp_path: Path) -> None:
     deep = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 24}
     plan = planned(tmp_path, deep, 1_150_000_000)

@@ -96,6 +96,7 @@ def planned(path: Path, text: str, model: str | None, **options: Any) -> Plan:
     return make_plan(read_request(cast("Options", {"reference": str(path), **chosen})))
 
 
+@pytest.mark.slow
 def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
     plan = planned(tmp_path / "train.yaml", AXOLOTL, model)
     recipe, point = plan.inputs.recipe, plan.candidates[0].settings
@@ -155,6 +156,7 @@ def test_the_attention_of_a_file_is_planned(model: str, tmp_path: Path, named: s
         assert other == ("eager" if attention == "eager" else "sdpa")
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters_keeps_an_input_for_each(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     plain = AXOLOTL.replace("gradient_checkpointing: true", "gradient_checkpointing: false")
@@ -168,6 +170,7 @@ def test_dropout_of_adapters_keeps_an_input_for_each(model: str, tmp_path: Path)
     assert after > before
 
 
+@pytest.mark.slow
 def test_options_override_the_file(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     plan = planned(path, AXOLOTL, model)
@@ -178,12 +181,14 @@ def test_options_override_the_file(model: str, tmp_path: Path) -> None:
     assert longer.inputs.recipe.method == plan.inputs.recipe.method
 
 
+@pytest.mark.slow
 def test_an_option_decides_what_the_file_leaves_open(model: str, tmp_path: Path) -> None:
     path, text = tmp_path / "train.yaml", TORCHTUNE.replace("\nbatch_size: 3", "")
     assert planned(path, text, model).verdict == "unknown"
     assert planned(path, text, model, micro_batch=2).verdict == "fits"
 
 
+@pytest.mark.slow
 def test_an_option_decides_what_a_variable_leaves_open(model: str, tmp_path: Path) -> None:
     text = AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: ${MB}")
     text = text.replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: ${STEPS}")
@@ -203,6 +208,7 @@ def test_an_option_decides_what_a_variable_leaves_open(model: str, tmp_path: Pat
     assert [plan.verdict for plan in (left, one, both)] == ["unknown", "unknown", "fits"]
 
 
+@pytest.mark.slow
 def test_adapters_of_no_rank_leave_no_certain_verdict(model: str, tmp_path: Path) -> None:
     path, text = tmp_path / "train.yaml", AXOLOTL.replace("lora_r: 4", "lora_r: 0")
     assert planned(path, text, model).verdict == "unknown"
@@ -220,6 +226,7 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
     assert any("does not use FSDP" in line for line in words.described(two))
 
 
+@pytest.mark.slow
 def test_copies_that_are_trained_as_they_are_stored_have_the_buckets_of_their_gradients(
     tmp_path: Path,
 ) -> None:
@@ -246,6 +253,7 @@ def test_copies_that_are_trained_as_they_are_stored_have_the_buckets_of_their_gr
     assert plan.shortfall.kind == "states"
 
 
+@pytest.mark.slow
 def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: str, tmp_path: Path) -> None:
     """Their fp32 copies meet a base in 16 bits, which autocast allows."""
     head, _, _ = AXOLOTL.partition("fsdp_version")
@@ -257,6 +265,7 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
     assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "rows"),
     [
@@ -304,6 +313,7 @@ def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_
     assert wide["parameters"] - thin["parameters"] == adapters * 2
 
 
+@pytest.mark.slow
 def test_fused_kernels_and_losses_of_a_file_are_planned(model: str, tmp_path: Path) -> None:
     liger = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rms_norm: true\nliger_rope: true\n"
     liger += "liger_fused_linear_cross_entropy: true\nliger_glu_activation: false\n"
@@ -332,6 +342,7 @@ def test_the_model_of_a_file_is_known_by_its_name(tmp_path: Path) -> None:
         planned(path, AXOLOTL, None)
 
 
+@pytest.mark.slow
 def test_a_program_with_layers_of_its_own_is_planned(model: str, tmp_path: Path) -> None:
     plan = planned(tmp_path / "full.yaml", TORCHTUNE, model)
     recipe = plan.inputs.recipe
@@ -342,6 +353,7 @@ def test_a_program_with_layers_of_its_own_is_planned(model: str, tmp_path: Path)
     assert plan.candidates[0].settings.checkpointing == "full"
 
 
+@pytest.mark.slow
 def test_what_is_not_planned_leaves_no_certain_verdict(model: str, tmp_path: Path) -> None:
     """An upper bound that fits is certain, and so is a lower bound that does not fit."""
     path = tmp_path / "train.yaml"
@@ -378,6 +390,7 @@ def test_bounds(sides: tuple[Any, ...], bound: str) -> None:
     assert bound_of([PlanLimit("key", side) for side in sides]) == bound
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_packed_may_be_shorter(model: str, tmp_path: Path) -> None:
     path, text = tmp_path / "train.yaml", AXOLOTL.replace("sample_packing: true\n", "")
     small = {"gpu": "RTX-4090-24GB", "micro_batch": 60_000}
@@ -436,6 +449,7 @@ def test_settings_of_accelerate_alone_describe_no_run(tmp_path: Path) -> None:
     assert f"fsdptool plan MODEL --config {path}" in str(caught.value.help)
 
 
+@pytest.mark.slow
 def test_a_command_line_is_planned_like_a_file(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -526,6 +540,7 @@ def test_a_global_batch_that_its_program_refuses_does_not_stop_the_plan(tmp_path
     assert inputs.recipe.batch.global_batch == 12
 
 
+@pytest.mark.slow
 def test_a_launch_that_the_file_does_not_name_may_shard(model: str, tmp_path: Path) -> None:
     """What needs too much memory as copies may fit in shards; what fits as copies fits."""
     from fsdptool.config.described import describe_command
@@ -549,6 +564,7 @@ def test_sharding_that_nothing_says_leaves_no_certain_verdict(model: str) -> Non
     assert bound_of(read_request(options, run_open).inputs.limits) == "open"
 
 
+@pytest.mark.slow
 def test_other_commands_take_a_training_file_for_a_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

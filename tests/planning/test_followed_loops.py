@@ -177,6 +177,7 @@ def test_a_denoiser_has_its_loss_after_the_forward_and_its_encoders_are_mentione
     assert "encoders" not in inputs_of(tmp_path, layout="accelerate").loop.not_planned
 
 
+@pytest.mark.slow
 def test_accelerates_accumulation_holds_whole_gradients(tmp_path: Path) -> None:
     """Between micro-batches every rank holds the gradients of the whole model, in bf16."""
     common: dict[str, Any] = {

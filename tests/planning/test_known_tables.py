@@ -38,6 +38,7 @@ def test_124_million_parameters_in_fp32(gpus: int, share: int) -> None:
     assert states["optimizer"] == pytest.approx(992 * MB / share, rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "total"), [(1, 112 * GB), (8, 14 * GB)])
 def test_7_billion_parameters_in_fp32(gpus: int, total: int) -> None:
     """28 + 28 + 56 = 112 GB when every rank holds all, 14 GB each on eight; scaled to what 7B models have."""

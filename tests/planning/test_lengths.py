@@ -106,6 +106,7 @@ def histogram(path: Path, *, tail: int = 0) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_one_length_is_the_plan_without_lengths(tmp_path: Path) -> None:
     """The same figures."""
     file = tmp_path / "constant.txt"
@@ -123,6 +124,7 @@ def test_one_length_is_the_plan_without_lengths(tmp_path: Path) -> None:
     assert plan.lengths.tokens_per_second == pytest.approx(without.candidates[0].tokens_per_second)
 
 
+@pytest.mark.slow
 def test_a_longer_tail_is_a_larger_worst_step_and_equal_inputs_are_equal_plans(tmp_path: Path) -> None:
     short, long = made(histogram(tmp_path, tail=128)), made(histogram(tmp_path, tail=512))
     assert short.lengths is not None and long.lengths is not None

@@ -69,6 +69,7 @@ def test_a_timed_size_takes_its_time_and_others_lie_between() -> None:
     assert measured_operation(Operation("product", "float32", 8.0, 8), machine) == sizes[0].seconds
 
 
+@pytest.mark.slow
 def test_the_time_of_a_plan_comes_from_the_table(
     kernels: tuple[KernelTime, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def planned(folder: Path, *, gpu: str | None = None, checkpointing: bool = False
     return found.step_flops, found.peak_flops or 0.0
 
 
+@pytest.mark.slow
 def test_a_steps_flops_are_the_closed_form_and_what_torch_counts(tmp_path: Path) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -91,12 +92,14 @@ def test_a_steps_flops_are_the_closed_form_and_what_torch_counts(tmp_path: Path)
     assert planned(tmp_path, checkpointing=True) == (closed * steps, 0.0), "recomputation is not counted"
 
 
+@pytest.mark.slow
 def test_a_gpus_peak_is_the_catalogues_in_the_compute_dtype(tmp_path: Path) -> None:
     flops, peak = planned(tmp_path, gpu="H100-80GB-SXM")
     assert peak == load_gpu("H100-80GB-SXM").flops["bfloat16"]
     assert flops == planned(tmp_path)[0]
 
 
+@pytest.mark.slow
 def test_the_time_to_compute_does_not_depend_on_what_is_wrapped(tmp_path: Path) -> None:
     """Blocks that were not traced count in whichever unit holds them."""
     gpu = "H100-80GB-SXM"
@@ -106,6 +109,7 @@ def test_the_time_to_compute_does_not_depend_on_what_is_wrapped(tmp_path: Path) 
     assert compute == pytest.approx([compute[0]] * len(wraps), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_experts_count_the_tokens_that_were_routed_to_them(tmp_path: Path) -> None:
     """Forward, and twice in backward: the gradient of grouped weights, too, sums over tokens once."""
     experts, chosen, inner, tokens = 8, 2, 16, SAMPLES * LENGTH
@@ -134,6 +138,7 @@ def test_experts_count_the_tokens_that_were_routed_to_them(tmp_path: Path) -> No
     assert found.step_flops == pytest.approx(closed, rel=0.02)
 
 
+@pytest.mark.slow
 def test_recomputation_inside_custom_functions_is_not_counted(tmp_path: Path) -> None:
     """A quantised base computes its products inside an autograd function, whose forward has no grad mode."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))

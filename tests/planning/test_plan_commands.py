@@ -56,6 +56,7 @@ def document(capsys: pytest.CaptureFixture[str], arguments: list[str], status: i
     return answer
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_valid_document_and_says_what_it_knows(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_plan_is_a_valid_document_and_says_what_it_knows(
     assert {"load", "forward", "backward", "optimizer", "save"} <= {p["name"] for p in asked["phases"]}
 
 
+@pytest.mark.slow
 def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = document(capsys, ["plan", model, *HARDWARE, "--seq-len", "128", "--no-search"])
     (told,) = plan["diagnostics"]
@@ -92,6 +94,7 @@ def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.
     assert any(item["code"] == "PLN013" and "input_ids 512" in item["message"] for item in assumed)
 
 
+@pytest.mark.slow
 def test_experts_are_said_to_need_the_same_however_they_are_hit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_search_is_deterministic_and_every_candidate_but_one_has_a_reason(
         assert not better
 
 
+@pytest.mark.slow
 def test_given_settings_are_not_searched(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", model, *HARDWARE, "--seq-len", "64", "--checkpointing", "full", "--reshard", "true"]
     plan = document(capsys, arguments)
@@ -186,6 +190,7 @@ def test_given_settings_are_not_searched(model: str, capsys: pytest.CaptureFixtu
     assert {item["settings"]["reshard_after_forward"] for item in plan["candidates"]} == {True}
 
 
+@pytest.mark.slow
 def test_offers_are_compared_by_price(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, gpu, price in (("fast", "H100-80GB-SXM", 90.0), ("cheap", "RTX-3090-24GB", 0.2)):
         text = f"gpu: {gpu}\ngpus_per_node: 2\nprice_per_gpu_hour: {price}\n"
@@ -236,6 +241,7 @@ def test_a_saved_plan_checks_and_says_what_changed(
     assert "requested allocated_peak_bytes" in told
 
 
+@pytest.mark.slow
 def test_a_check_notices_a_changed_model(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +292,7 @@ def test_a_model_that_cannot_be_traced_is_unknown_and_never_zero(
     assert re.search("^activations +unknown", told, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_plans_on_cpu_are_judged_by_the_hosts_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", model, "--profile", "cpu-gloo", "--processes", "2", "--seq-len", "64"]
     plan = document(capsys, [*arguments, "--host-memory", "4 GiB"])
@@ -314,6 +321,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(
     assert tried[str(size)] <= room < tried[str(size + 1)]
 
 
+@pytest.mark.slow
 def test_two_plans_are_compared_moment_by_moment(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,6 +482,7 @@ def test_the_function_returns_the_record_with_a_notebook_representation(model: s
     assert "<script" not in shown
 
 
+@pytest.mark.slow
 def test_what_a_plan_holds_is_enough_to_run_it(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -502,6 +511,7 @@ def test_what_a_plan_holds_is_enough_to_run_it(
     assert recipe.batch.micro_batch * recipe.batch.accumulation * ranks == 8
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_sequence_hold_less_and_talk_more(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,6 +527,7 @@ def test_ranks_that_share_a_sequence_hold_less_and_talk_more(
     assert any("context parallelism on GPUs is unverified" in note for note in shared["details"]["notes"])
 
 
+@pytest.mark.slow
 def test_sequences_that_cannot_be_split_are_no_candidates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

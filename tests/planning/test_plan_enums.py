@@ -63,6 +63,7 @@ def plan(model: str) -> Plan:
     return make_plan(Request(dataclasses.replace(inputs, search="open", fixed=CLOSED)))
 
 
+@pytest.mark.slow
 def test_a_plan_whose_request_fits_never_says_that_it_does_not(plan: Plan) -> None:
     requested = plan.candidates[0]
     assert requested.slack_bytes is not None
@@ -107,6 +108,7 @@ def read(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     return console, plan_page(plan), check, tabbed(capsys.readouterr().out)
 
 
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("kind", RejectionKind)
 def test_every_rejection_through_every_reader(
     kind: RejectionKind, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +126,7 @@ def test_every_rejection_through_every_reader(
     assert page
 
 
+@pytest.mark.slow
 def test_every_suggestion_through_every_reader(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +149,7 @@ def test_every_suggestion_has_its_costs_by_kind() -> None:
     assert {cost.kind for cost in COSTS.values()} | computed == set(CostKind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("basis", get_args(Basis))
 def test_every_component_through_every_reader(
     basis: Basis, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,6 +166,7 @@ def test_every_component_through_every_reader(
         assert escape(group.legend) in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verdict", get_args(Verdict))
 def test_every_verdict_through_every_reader(
     verdict: Verdict, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -50,6 +50,7 @@ def planned(model: str, **options: Any) -> Plan:
     return make_plan(read_request(Options(reference=model, **{**given, **options})))
 
 
+@pytest.mark.slow
 def test_every_mixture_waits_for_four_exchanges_and_six_where_it_is_recomputed(model: str) -> None:
     group = make_all_to_all(make_cluster(GPU, 8), machine_for(GPU), ranks=4)
     rows, number = group.seconds(2 * TOKENS * CHOICES * WIDTH * 2), group.seconds(1)
@@ -64,6 +65,7 @@ def test_every_mixture_waits_for_four_exchanges_and_six_where_it_is_recomputed(m
     assert "experts over 4" in brief(spread.settings)
 
 
+@pytest.mark.slow
 def test_the_worst_routing_brings_the_tokens_of_all_ranks_to_one(model: str) -> None:
     routing = planned(model, ep=4).details.routing
     rows = 2 * TOKENS * CHOICES * WIDTH * 2
@@ -74,6 +76,7 @@ def test_the_worst_routing_brings_the_tokens_of_all_ranks_to_one(model: str) -> 
     assert planned(model, ep=8).details.routing.worst_all_to_all_bytes == 8 * rows // CHOICES
 
 
+@pytest.mark.slow
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) -> None:
     # Each rank keeps the same share of all states; what it gathers of the experts is its own part only.
     states = [planned(model, ep=ep).details.states["parameters"] for ep in (1, 2, 8)]
@@ -82,6 +85,7 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(model: str) 
     assert gathered == sorted(gathered, reverse=True)
 
 
+@pytest.mark.slow
 def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) -> None:
     alone, beside = (planned(model, ep=4, tp=tp).candidates[0] for tp in (1, 2))
     group = make_all_to_all(make_cluster(GPU, 8), machine_for(GPU), ranks=4)

@@ -92,6 +92,7 @@ def _torch_order(ranks: int, virtual: int, micro_batches: int, rank: int) -> lis
     ]
 
 
+@pytest.mark.slow
 def test_one_stage_is_the_whole_model_and_the_parts_of_several_add_up_to_it(model: str) -> None:
     request = read_request(options(model, search=False))
     spec, anatomy = inspect_model(request.inputs)

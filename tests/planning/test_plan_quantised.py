@@ -52,6 +52,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", HELD)
 def test_the_bytes_of_a_base_are_exact(model: str, capsys: pytest.CaptureFixture[str], base: str) -> None:
     options = ["--method", "lora", "--lora-base", base, "--lora-target", "q_proj", "--lora-rank", str(RANK)]
@@ -96,6 +97,7 @@ def test_a_base_that_does_not_fit_is_offered_in_fewer_bits(
     assert not any("frozen base" in step["change"] for step in again["next_steps"])
 
 
+@pytest.mark.slow
 def test_fp8_is_said_to_be_planned_as_bf16_and_refused_for_adapters(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def loss_seconds(ring: Ring) -> float:
     return ring.reduce(2 * TOKENS * 4) + ring.reduce(2 * 2 * TOKENS * 4)
 
 
+@pytest.mark.slow
 def test_every_block_waits_for_two_sums_in_forward_and_two_in_backward(model: str) -> None:
     ring = make_ring(make_cluster(GPU, 2), machine_for(GPU), ranks=2)
     once = ring.reduce(2 * TOKENS * WIDTH * 2)
@@ -68,6 +69,7 @@ def test_every_block_waits_for_two_sums_in_forward_and_two_in_backward(model: st
     assert "tensor 2" in brief(whole.settings)
 
 
+@pytest.mark.slow
 def test_a_divided_sequence_is_gathered_and_scattered_by_every_region(model: str) -> None:
     ring = make_ring(make_cluster(GPU, 2), machine_for(GPU), ranks=2)
     once = ring.gather(2 * TOKENS * WIDTH * 2)
@@ -130,6 +132,7 @@ def test_the_work_of_a_step_does_not_depend_on_who_does_it(model: str) -> None:
     assert (divided.mfu or 0) < (alone.mfu or 0)
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_divide_the_model_is_refused_by_name(model: str) -> None:
     with pytest.raises(ConfigError, match="2 key and value heads"):
         planned(model, gpus=8, tp=4)

@@ -40,6 +40,7 @@ def test_a_cached_plan_imports_no_torch(case: str) -> None:
     assert done.stdout.strip() == f"{plan.verdict} {plan.chosen} []", done.stderr
 
 
+@pytest.mark.slow
 def test_a_cached_plan_takes_over_reserved_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     options: Options = {"reference": "qwen3:tiny", **COMMON}
     plan = make_plan(read_request(options))

@@ -21,6 +21,7 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "benchmarks" / "planning" / "published.py"))
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_row_of_the_results(script: dict[str, Any]) -> None:
     block = script["BLOCK"].search(script["DOCS"].read_text(encoding="utf-8"))
     assert block is not None
@@ -29,6 +30,7 @@ def test_the_page_shows_every_row_of_the_results(script: dict[str, Any]) -> None
     assert list(results) == [row["id"] for row in script["read_rows"]()]
 
 
+@pytest.mark.slow
 def test_the_shipped_errors_are_those_of_the_results(script: dict[str, Any]) -> None:
     results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
     assert list(published_errors()) == script["errors"](results["rows"])

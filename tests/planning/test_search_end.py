@@ -24,6 +24,7 @@ def ends(plan: Plan) -> list[tuple[str, str]]:
     return [(item.severity, item.message) for item in plan.diagnostics if item.code == "PLN018"]
 
 
+@pytest.mark.slow
 def test_a_quick_search_ends_at_the_first_configuration_that_fits() -> None:
     whole, quick = planned(), planned(quick=True)
     assert (quick.verdict, quick.chosen) == ("fits", "requested")
@@ -47,6 +48,7 @@ def test_a_search_that_is_told_to_end_answers_with_the_best_so_far() -> None:
     assert [severity for severity, _ in ends(plan)] == ["warning"]
 
 
+@pytest.mark.slow
 def test_what_was_not_evaluated_may_fit() -> None:
     plan = planned(reference="llama3:8b", gpus=1, stop=lambda: True)
     assert (plan.verdict, plan.chosen, len(plan.candidates)) == ("unknown", None, 1)

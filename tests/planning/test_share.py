@@ -172,6 +172,7 @@ def test_a_log_needs_its_configuration(titan: list[str], capsys: pytest.CaptureF
     assert "--config FILE --gpus 8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_row_joins_the_collection_once(titan: list[str], tmp_path: Path) -> None:
     row, collection = tmp_path / "row.json", tmp_path / "rows.jsonl"
     collection.write_text("")

@@ -157,6 +157,7 @@ def test_copies_to_the_host_take_what_compute_does_not_hide() -> None:
     assert seconds(0.05) - seconds(0.0) == pytest.approx(4 * (0.03 + 0.01))
 
 
+@pytest.mark.slow
 def test_a_plan_charges_activations_that_move_to_the_host(tmp_path: Path) -> None:
     """Narrow blocks compute less than a copy of their inputs takes."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512}

@@ -106,6 +106,7 @@ def test_conforms(name: str, sizes: list[str]) -> None:
     assert_conforms(load_registry().get(name), flavours=sizes)
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(
     "name",
     [

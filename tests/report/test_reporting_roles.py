@@ -39,6 +39,7 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) ->
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_choosing_among_offers(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for name, (gpu, gpus, price) in OFFERS.items():
@@ -77,6 +78,7 @@ def test_choosing_among_offers(model: str, tmp_path: Path, capsys: pytest.Captur
     assert all(name in text for name in OFFERS)
 
 
+@pytest.mark.slow
 def test_a_report_for_a_colleague(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, page, picture = (tmp_path / f"plan.{suffix}" for suffix in ("json", "html", "svg"))
     asked = ["plan", model, "--gpu", "RTX-4090-24GB", "--gpus", "2", "--no-search", "--seq-len", "128"]

@@ -85,6 +85,7 @@ def test_the_answers_of_detect_and_families(shown: Any, capsys: pytest.CaptureFi
         shown(lambda listed=listed: print_families(listed))
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_comparison(
     shown: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -420,6 +420,7 @@ def test_a_size_that_is_no_number_is_not_compared(size: str) -> None:
     assert causes(line) in (["RUN001"], ["RUN002"])
 
 
+@pytest.mark.slow
 def test_a_log_through_a_pipe(tmp_path: Path) -> None:
     def piped(*arguments: str, log: bytes) -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-m", "fsdptool", "diagnose", *arguments]

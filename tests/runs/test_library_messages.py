@@ -62,6 +62,7 @@ def told(message: Message) -> list[list[str]]:
     return [codes(message.filled(value), kind) for value in VALUES]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tested")
 def test_every_message_is_known_or_listed() -> None:
     messages = library_messages()
@@ -82,6 +83,7 @@ SERIOUS = {"RUN035", "RUN068", "RUN128", "RUN131", "RUN138", "RUN145", "RUN146",
 """Causes that a library warns of, and goes on to a failure or to wrong results."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tested")
 def test_a_warning_is_not_taken_for_a_failure() -> None:
     depths = {item.code: item.depth for item in signatures()}

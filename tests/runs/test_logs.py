@@ -51,6 +51,7 @@ def test_the_cause_of_a_real_failure_is_named(entry: dict[str, Any]) -> None:
     assert [each for each in entry["must_not_say"] if re.search(each, text, re.IGNORECASE)] == []
 
 
+@pytest.mark.slow
 def test_every_signature_has_an_example_that_it_alone_explains() -> None:
     table = signatures()
     assert len(table) >= 160
@@ -307,6 +308,7 @@ def test_an_unknown_log_says_what_it_holds(tmp_path: Path, capsys: pytest.Captur
     assert f"{log}:6: [rank1]: step 1" in text
 
 
+@pytest.mark.slow
 def test_the_work_grows_with_the_length_of_the_log() -> None:
     texts = sorted({text for item in signatures() for text in item.texts})
     words = [word for text in texts for word in text.split()]

@@ -76,6 +76,7 @@ def sharded(model: LlamaForCausalLM) -> int:
     return sum(rounded(each.to_local().numel() * 4) for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_components_and_blocks_of_a_forward_pass(model: LlamaForCausalLM, tmp_path: Path) -> None:
     found = describe_snapshot(record(model, tmp_path / "snapshot.pickle", backward=False))
     held = {item.name: item for item in found.components if item.bytes}
@@ -92,6 +93,7 @@ def test_components_and_blocks_of_a_forward_pass(model: LlamaForCausalLM, tmp_pa
     assert logits in after.values()
 
 
+@pytest.mark.slow
 def test_gradients_of_a_backward_pass(model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = record(model, tmp_path / "snapshot.pickle", backward=True)
     value = pickle.loads(path.read_bytes())

@@ -187,6 +187,7 @@ def test_damaged_snapshots(tmp_path: Path) -> None:
         assert found.moment_bytes == sum(item.bytes for item in found.components)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SNAPSHOTS, reason="FSDPTOOL_RECORDINGS names no folder of recordings")
 def test_real_snapshots() -> None:
     smallest = sorted(SNAPSHOTS, key=lambda entry: (RECORDINGS / entry["file"]).stat().st_size)[:6]

@@ -49,6 +49,7 @@ def _state_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_tracking_uri("")
 
 
+@pytest.mark.slow
 def test_every_tracker_is_a_choice_an_extra_a_doctor_s_row_and_documented() -> None:
     assert tuple(TRACKERS) == get_args(TrackerName)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -113,11 +113,13 @@ def others(path: Path, text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_files_are_opened_in_one_place() -> None:
     found = [place for path in MODULES for place in others(path, path.read_text(encoding="utf-8"))]
     assert found == [], "use open_regular, read_bytes, read_lines, read_ends or load_json"
 
 
+@pytest.mark.slow
 def test_every_exception_is_still_needed() -> None:
     used = set()
     for path in MODULES:

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 import typer.main
 
 from fsdptool.cli.app import build_app
@@ -14,6 +15,7 @@ HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_names_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     defined = {

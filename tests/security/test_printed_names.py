@@ -53,6 +53,7 @@ def test_explain_migrate_and_merge(here: Cli, named: Path) -> None:
     harmless(here("emit-config", "--preset", "single-node", "--into", named))
 
 
+@pytest.mark.slow
 def test_names_in_emitted_files_and_plans(here: Cli, tmp_path: Path) -> None:
     model = tmp_path / f"model{NAME}\nevil: true\n#"
     model.mkdir()

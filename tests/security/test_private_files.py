@@ -51,6 +51,7 @@ def test_a_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
     assert mode(tmp_path) == 0o755
 
 
+@pytest.mark.slow
 def test_the_home_folder_of_a_service_is_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:

@@ -137,6 +137,7 @@ def ask(
     return document
 
 
+@pytest.mark.slow
 def test_code_that_may_run_is_fetched_with_what_it_imports(
     hub: tuple[str, list[tuple[str, str]]], tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_code_that_may_run_is_fetched_with_what_it_imports(
     assert requested == []
 
 
+@pytest.mark.slow
 def test_only_json_is_downloaded_and_the_cache_answers_afterwards(
     hub: tuple[str, list[tuple[str, str]]], tmp_path: Path
 ) -> None:
@@ -169,6 +171,7 @@ def test_only_json_is_downloaded_and_the_cache_answers_afterwards(
     assert ask(endpoint, tmp_path, *references, offline=True) == online
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_line(hub: tuple[str, list[tuple[str, str]]], tmp_path: Path) -> None:
     endpoint, _ = hub
     answer = ask(

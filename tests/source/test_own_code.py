@@ -28,6 +28,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_flag_reaches_every_command(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 64 x 32 for the embedding and for the head, and 8,352 per block.
     override = ("--override", "num_hidden_layers=5")

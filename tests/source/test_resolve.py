@@ -369,6 +369,7 @@ def test_hub_ids_offline_answer_at_once(tmp_path: Path) -> None:
     assert "an architecture of the same size ships as llama3:8b" in (caught.value.help or "")
 
 
+@pytest.mark.slow
 def test_no_network_is_found_out_at_once(tmp_path: Path) -> None:
     """Not declared offline, but nothing answers: one attempt, one line."""
     code = "from fsdptool.cli.app import run; import sys; sys.exit(run(['detect', 'somebody/some-model']))"

@@ -56,6 +56,7 @@ def said(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(event_path(folder, 0)) if event["kind"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", kept(RECIPES, *OFTEN))
 def test_a_recipe_trains(name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # data and models beside the recipe are found from anywhere

@@ -44,6 +44,7 @@ def test_torchs_own_errors_are_recognised_by_class() -> None:
     assert is_out_of_memory(MemoryError())
 
 
+@pytest.mark.slow
 def test_what_only_autograd_holds_is_part_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector lists no tensor that only a node of the graph holds: the allocator counts it."""
     model = nn.Linear(64, 64)

@@ -132,6 +132,7 @@ FOLDERS = (
 MODELS = {"llama": LLAMA, "experts": MOE, "sd3": SD3, "unet": UNET}
 
 
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("fill", FOLDERS, ids=lambda fill: fill.__name__)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_the_library_loads(

@@ -81,6 +81,7 @@ def test_boxes_lay_the_units_of_a_dropped_configuration(visit: Any, server: Serv
     page.locator("h1", has_text="GPT2LMHeadModel").wait_for()
 
 
+@pytest.mark.slow
 def test_a_page_says_that_its_server_has_ended(browser: Any, tmp_path: Path) -> None:
     api = pytest.importorskip("playwright.sync_api")
     with serving(tmp_path) as first:

@@ -18,6 +18,7 @@ from sockets import listening
 from fsdptool.cli.app import run
 
 
+@pytest.mark.slow
 def test_the_server_is_opened_by_its_address_and_ended_by_ctrl_c(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fsdptool", "ui", "--port", "0", "--no-browser", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

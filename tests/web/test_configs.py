@@ -206,6 +206,7 @@ def test_a_command_line_is_read_with_files_below_the_roots_only(site: Site, tmp_
     assert "FSD301" not in site.get("/configs/file", file="models/deep/run.sh")
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> None:
     """The child process that plans is told the roots."""
     (tmp_path / "secret.yaml").write_text(migrated(FSDP1))

@@ -178,6 +178,7 @@ def test_hardware_is_saved_as_a_new_plain_file(site: Site, tmp_path: Path, name:
     assert answer.status_code == 303 and (site.folder / "new.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_one_bad_run_leaves_the_list_and_its_page_answers(site: Site, tmp_path: Path) -> None:
     good = make_run(site.folder / "runs" / "good")
     plants: tuple[Callable[[Path], None], ...] = (

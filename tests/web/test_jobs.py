@@ -219,6 +219,7 @@ def test_failures_are_one_line_and_the_child_goes_on(jobs: Jobs) -> None:
     assert "\n" not in crashed.error.message
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_or_does_not_listen_is_replaced(jobs: Jobs) -> None:
     jobs._grace = 0.2
     died = play(jobs, "die")

@@ -57,6 +57,7 @@ def test_the_page_of_a_run_shows_its_course_and_escapes_what_it_names(site: Site
     assert data["unit"] == "tokens"
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_become_a_thousand_points_with_their_extremes(site: Site, queue: Queue) -> None:
     folder = make_run(site.folder / "long", steps=10_000)
     client = site.client()
@@ -244,6 +245,7 @@ def test_the_list_follows_what_changes_in_a_run_that_had_ended(site: Site, queue
     assert state() == "dead"
 
 
+@pytest.mark.slow
 def test_the_page_of_an_entry_says_how_it_stands_before_its_folder_is_written(
     site: Site, queue: Queue
 ) -> None:
