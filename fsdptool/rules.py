@@ -171,7 +171,7 @@ RULES = (
          "hangs, stops or computes with wrong parameters.",
          "Train with `fsdptool train`, whose ranks stand in for units that they skip; elsewhere give every "
          "rank a picture in each batch, or run the tower on an empty one."),
-    # planning/advice.py
+    # planning/advice/diagnostics.py
     Rule("PLN001", "ambiguous GPU name", "info",
          "The name matches several entries of the catalogue; the message says which one is used.",
          "Use a full name to choose another one; the message lists them."),

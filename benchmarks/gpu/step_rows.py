@@ -117,7 +117,7 @@ def _plan(recipe: Recipe, settings: FsdpSettings, ranks: int) -> dict[str, Any]:
     import torch
 
     from fsdptool.inspection import inspect
-    from fsdptool.planning.estimator import predict
+    from fsdptool.planning.candidate.estimator import predict
     from fsdptool.planning.hardware import find_gpu
     from fsdptool.records.cluster import Cluster
     from fsdptool.source import resolve_choice

@@ -205,7 +205,7 @@ def planned(name: str, latency: float, kernels: Sequence[KernelTime]) -> Candida
     from fsdptool.inspection import inspect
     from fsdptool.modeling.resolve import resolve_run
     from fsdptool.planning.calibrate import calibrate
-    from fsdptool.planning.estimator import predict
+    from fsdptool.planning.candidate.estimator import predict
     from fsdptool.records.command_documents import Probe
     from fsdptool.records.measurements import Measurements, RankMeasurements
     from fsdptool.source import resolve_choice

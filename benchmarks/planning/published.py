@@ -24,10 +24,15 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from fsdptool.planning import Options, make_plan, read_request
-from fsdptool.planning.conformal import PUBLISHED
+from fsdptool.planning.candidate.conformal import PUBLISHED
+from fsdptool.planning.candidate.memory_range import PublishedPeak, reserved_spread
+from fsdptool.planning.candidate.throughput_range import (
+    Division,
+    PublishedError,
+    generation_of,
+    throughput_range,
+)
 from fsdptool.planning.hardware import all_entries, find_gpu
-from fsdptool.planning.memory_range import PublishedPeak, reserved_spread
-from fsdptool.planning.throughput_range import Division, PublishedError, generation_of, throughput_range
 from fsdptool.records.cluster import Gpu
 from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.fused_loss import NamedLoss

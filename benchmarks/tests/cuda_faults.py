@@ -347,7 +347,7 @@ FAULTS = (
     PlantedFault(
         "19",
         "a plan charges nothing for copies that take longer than the computation",
-        "fsdptool/planning/overlap.py",
+        "fsdptool/planning/time/overlap.py",
         "        max(stage.forward + seconds, copy)\n",
         "        stage.forward + seconds\n",
         ("tests/planning/test_step_time.py", "-k", "copies_to_the_host"),

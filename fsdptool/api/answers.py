@@ -15,7 +15,7 @@ from fsdptool.api.notebooks import notebook_progress
 from fsdptool.api.options import DivisionOptions, InspectionOptions
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.options import takes, with_defaults
-from fsdptool.planning.options import Options, as_arguments
+from fsdptool.planning.request.options import Options, as_arguments
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.command_documents import Comparison
 from fsdptool.records.plan import Plan
@@ -180,7 +180,7 @@ def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPl
         ConfigError: A recipe or configuration cannot be used.
     """
     from fsdptool.planning.plan import make_plan
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
 
     if reference is not None:
         options["reference"] = reference

@@ -307,7 +307,7 @@ def _line_of(path: Path, plan: Plan) -> CheckedFile:
 
 def _may_fit(candidate: Candidate) -> bool:
     """Whether a run that is planned to need too much fits with as little memory as published runs had."""
-    from fsdptool.planning.verdict import lowest_total
+    from fsdptool.planning.candidate.verdict import lowest_total
 
     rejection, least = candidate.rejected_by, lowest_total(candidate)
     on_device = rejection is not None and rejection.kind is RejectionKind.DEVICE_MEMORY

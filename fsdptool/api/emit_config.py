@@ -125,7 +125,7 @@ def emit_config(reference: str | None = None, /, **options: Unpack[EmissionOptio
 
 def prepare_emission(options: EmissionOptions) -> Emission:
     """Return what a plan chose, or a preset's settings for a model; as :func:`emit_config` says."""
-    from fsdptool.planning.file_run import read_file_run
+    from fsdptool.planning.request.file_run import read_file_run
 
     options = with_defaults(EmissionOptions, options)
     reference, plan, preset = options["reference"], options["plan"], options["preset"]
@@ -301,7 +301,7 @@ def from_run(
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     from fsdptool.inspection import inspect
-    from fsdptool.planning.file_run import file_run, is_recipe, ranks_of
+    from fsdptool.planning.request.file_run import file_run, is_recipe, ranks_of
     from fsdptool.source import resolve_choice
 
     if run.program == "fsdptool":

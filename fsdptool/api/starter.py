@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fsdptool.families.protocol import Objective
-    from fsdptool.planning.options import Options
+    from fsdptool.planning.request.options import Options
     from fsdptool.records.anatomy import ModelSpec
     from fsdptool.records.command_documents import DataKind
     from fsdptool.records.plan import Plan
@@ -278,7 +278,7 @@ def prepare_starter(
     from fsdptool.config.writer import schema_comment
     from fsdptool.modeling.objective import objective_for
     from fsdptool.planning.plan import chosen_candidate, make_plan
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
     from fsdptool.source import check_weights, rebased, resolve
 
     options = {name: value for name, value in options.items() if value is not None}
@@ -332,7 +332,7 @@ def _of_file(options: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | Non
     Raises:
         ConfigError: No recipe trains what the file asks for.
     """
-    from fsdptool.planning.file_run import file_run, is_recipe, read_file_run
+    from fsdptool.planning.request.file_run import file_run, is_recipe, read_file_run
 
     reference, given = str(options["reference"]), dict(options)
     run = read_file_run(reference)

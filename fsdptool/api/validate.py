@@ -340,8 +340,8 @@ def _need(
 def _described_run(run: DescribedRun, model: str, gpu: Gpu, gpus: int, machines: int) -> Need:
     """Return what a described run needs; that is unknown where the plan is not a lower bound of it."""
     from fsdptool.planning import Options, make_plan, read_request
-    from fsdptool.planning.file_run import bound_of
-    from fsdptool.planning.verdict import lowest_total
+    from fsdptool.planning.candidate.verdict import lowest_total
+    from fsdptool.planning.request.file_run import bound_of
 
     options = Options(gpu=gpu.name, gpus=gpus // machines, nodes=machines, model=model, search=False)
     plan = make_plan(read_request(options, run))

@@ -110,7 +110,7 @@ def _values_of(command: str, name: str) -> Callable[[str], Iterable[str]] | None
 
 
 def _choices(name: str) -> Callable[[str], Iterable[str]] | None:
-    from fsdptool.planning.options import declared
+    from fsdptool.planning.request.options import declared
 
     option = declared().get(name)
     allowed = option.option.allowed() if option is not None else ()

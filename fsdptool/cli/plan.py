@@ -23,7 +23,7 @@ from fsdptool.cli.options import (
     write_file,
 )
 from fsdptool.errors import ExitCode
-from fsdptool.planning.options import Options, declared
+from fsdptool.planning.request.options import Options, declared
 from fsdptool.scripts import SCRIPTS
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def command(
     values = read_sweep(sweep or ())
     check_output(output, force, _SWEEP_SUFFIXES if values else _PLAN_SUFFIXES)
     from fsdptool.planning.plan import make_plan
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
 
     # A flag without its opposite (--max-batch) is left out where it is not given.
     off = {name for name, value in options.items() if value is False and not has_pair(declared()[name])}
@@ -137,7 +137,7 @@ def command(
 def _described(options: dict[str, Any], words: list[str]) -> DescribedRun:
     """Return the run of a script with its arguments, or of a command line, whose first word is an option."""
     from fsdptool.config.described import describe_command
-    from fsdptool.planning.file_run import read_file_run
+    from fsdptool.planning.request.file_run import read_file_run
 
     script = read_file_run(options["reference"], words) if options["reference"].endswith(SCRIPTS) else None
     return script or describe_command([options.pop("reference"), *words])[1]

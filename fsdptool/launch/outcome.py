@@ -148,10 +148,10 @@ def match_moment(seen: str, plan: Candidate | None) -> str | None:
 def _next_steps(prepared: PreparedRun) -> tuple[Suggestion, ...]:
     from fsdptool.inspection import inspect
     from fsdptool.modeling.resolve import resolve_run
-    from fsdptool.planning.estimator import Estimator
+    from fsdptool.planning.advice.suggestions import suggest
+    from fsdptool.planning.candidate.estimator import Estimator
+    from fsdptool.planning.candidate.point import point_of
     from fsdptool.planning.hardware import machine_for
-    from fsdptool.planning.search_point import point_of
-    from fsdptool.planning.suggestions import suggest
     from fsdptool.records.cluster import Cluster, device_profile
     from fsdptool.records.plan import PlanInputs
 

@@ -392,7 +392,7 @@ def _check_data(recipe: Recipe, spec: ModelSpec) -> None:
 def _predict(
     spec: ModelSpec, anatomy: Anatomy, run: ResolvedRun, device: Device
 ) -> tuple[Candidate | None, tuple[str, ...]]:
-    from fsdptool.planning.estimator import predict
+    from fsdptool.planning.candidate.estimator import predict
 
     try:
         cluster = None

@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdptool.planning.estimator import predict
+    from fsdptool.planning.candidate.estimator import predict
     from fsdptool.planning.hardware import load_gpu
-    from fsdptool.planning.options import Options
     from fsdptool.planning.plan import (
         chosen_candidate,
         chosen_run,
@@ -18,18 +17,19 @@ if TYPE_CHECKING:
         plan_document,
         read_plan,
     )
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
+    from fsdptool.planning.request.options import Options
 
 _HOMES = {
-    "Options": "fsdptool.planning.options",
+    "Options": "fsdptool.planning.request.options",
     "chosen_candidate": "fsdptool.planning.plan",
     "chosen_run": "fsdptool.planning.plan",
     "load_gpu": "fsdptool.planning.hardware",
     "make_plan": "fsdptool.planning.plan",
     "plan_document": "fsdptool.planning.plan",
-    "predict": "fsdptool.planning.estimator",
+    "predict": "fsdptool.planning.candidate.estimator",
     "read_plan": "fsdptool.planning.plan",
-    "read_request": "fsdptool.planning.request",
+    "read_request": "fsdptool.planning.request.inputs",
 }
 
 __all__ = [

@@ -9,10 +9,10 @@ from typing import Any
 
 from fsdptool.errors import PlanError
 from fsdptool.files.values import check, read_object, read_own_json
-from fsdptool.planning.file_run import read_file_run
-from fsdptool.planning.options import Options
 from fsdptool.planning.plan import chosen_candidate, make_plan, plan_from, read_plan
-from fsdptool.planning.request import Request, read_request
+from fsdptool.planning.request.file_run import read_file_run
+from fsdptool.planning.request.inputs import Request, read_request
+from fsdptool.planning.request.options import Options
 from fsdptool.records.codec import to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, FigureUnit
 from fsdptool.records.diagnostic import library_versions, tool_version

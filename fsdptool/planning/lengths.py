@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fsdptool.inspection.micro_batch import planned_batch
 from fsdptool.modeling.objective import objective_for
-from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.candidate.estimator import Estimator
 from fsdptool.records.lengths import LengthsPlan, PlannedLength, SampleLengths
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint
 from fsdptool.records.recipe import PADDING_MULTIPLE

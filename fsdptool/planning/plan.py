@@ -14,30 +14,30 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
 from fsdptool.inspection.micro_batch import planned_batch, sample_size
 from fsdptool.modeling.resolve import on_ranks, resolve_run
-from fsdptool.planning.advice import advise, advise_lengths, ended_early
-from fsdptool.planning.assembly import is_refused
-from fsdptool.planning.batch_sizes import largest_batch
-from fsdptool.planning.bounds import is_bounded
-from fsdptool.planning.choice import SearchResult
+from fsdptool.planning.advice.diagnostics import advise, advise_lengths, ended_early
+from fsdptool.planning.advice.mesh_choice import mesh_choice
+from fsdptool.planning.advice.offers import describe_offers
+from fsdptool.planning.advice.shortfall import find_shortfall, leanest
+from fsdptool.planning.advice.suggestions import avoid_fragmentation, improve, suggest
+from fsdptool.planning.candidate.assembly import is_refused
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import at_point, files_of, point_flags, point_of
+from fsdptool.planning.candidate.verdict import HEADROOM
 from fsdptool.planning.clusters import describe
-from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.file_run import bound_of
-from fsdptool.planning.followed_loop import suited
 from fsdptool.planning.hardware import expands
 from fsdptool.planning.lengths import plan_lengths
-from fsdptool.planning.mesh_choice import mesh_choice
-from fsdptool.planning.offers import describe_offers
-from fsdptool.planning.options import declared
 from fsdptool.planning.pipeline import NOTE as PIPELINE_NOTE
 from fsdptool.planning.pipeline import pipeline_flags, plan_pipeline, stage_cluster
-from fsdptool.planning.request import Request
-from fsdptool.planning.requested_recipe import check_sizes
+from fsdptool.planning.request.file_run import bound_of
+from fsdptool.planning.request.followed_loop import suited
+from fsdptool.planning.request.inputs import Request
+from fsdptool.planning.request.options import declared
+from fsdptool.planning.request.recipe import check_sizes
 from fsdptool.planning.routing import routing, routing_note
-from fsdptool.planning.search import run_search
-from fsdptool.planning.search_point import at_point, files_of, point_flags, point_of
-from fsdptool.planning.shortfall import find_shortfall, leanest
-from fsdptool.planning.suggestions import avoid_fragmentation, improve, suggest
-from fsdptool.planning.verdict import HEADROOM
+from fsdptool.planning.search.batch_sizes import largest_batch
+from fsdptool.planning.search.bounds import is_bounded
+from fsdptool.planning.search.choice import SearchResult
+from fsdptool.planning.search.search import run_search
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.anatomy import Anatomy, ModelSpec
 from fsdptool.records.cluster import Cluster

@@ -19,11 +19,11 @@ from fsdptool.inspection import inspect
 from fsdptool.modeling.compilation import decide_compilation
 from fsdptool.modeling.fused_loss import decide_fused_loss
 from fsdptool.modeling.resolve import resolve_run
+from fsdptool.planning.candidate.point import point_of
 from fsdptool.planning.compare import read_summary
 from fsdptool.planning.hardware import find_gpu
-from fsdptool.planning.options import Options
-from fsdptool.planning.request import read_request
-from fsdptool.planning.search_point import point_of
+from fsdptool.planning.request.inputs import read_request
+from fsdptool.planning.request.options import Options
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.codec import to_json
 from fsdptool.records.resolved_run import ResolvedRun

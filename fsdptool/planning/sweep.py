@@ -10,10 +10,10 @@ from typing import Any, cast
 
 from fsdptool.errors import PlanError
 from fsdptool.options import Declared
-from fsdptool.planning.offers import describe_offers
-from fsdptool.planning.options import Options, declared
+from fsdptool.planning.advice.offers import describe_offers
 from fsdptool.planning.plan import Progress, chosen_candidate, inspect_model, make_plan
-from fsdptool.planning.request import read_request
+from fsdptool.planning.request.inputs import read_request
+from fsdptool.planning.request.options import Options, declared
 from fsdptool.records.command_documents import Sweep, SweepRow
 from fsdptool.records.plan import Plan
 from fsdptool.runs.work import Countdown, left_text

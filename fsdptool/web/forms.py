@@ -163,7 +163,7 @@ def option_fields(
         values: Texts by option, for example the parameters of an address.
         of: The declaration (:mod:`fsdptool.options`); None is that of ``plan``.
     """
-    from fsdptool.planning.options import Options
+    from fsdptool.planning.request.options import Options
 
     fields = []
     for name in names:

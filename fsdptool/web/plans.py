@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fsdptool.errors import FsdptoolError
-from fsdptool.planning.options import declared
-from fsdptool.planning.search_point import point_flags
+from fsdptool.planning.candidate.point import point_flags
+from fsdptool.planning.request.options import declared
 from fsdptool.records.advice import Suggestion
 from fsdptool.records.cluster import EXPANDABLE
 from fsdptool.records.codec import from_json, to_json

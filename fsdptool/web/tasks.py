@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdptool.inspection.document import View, describe
-from fsdptool.planning.options import Options
+from fsdptool.planning.request.options import Options
 from fsdptool.records.recipe import Layout
 
 
@@ -69,7 +69,7 @@ def make_plan(
         stamps: State of the files that the options name, so that a changed file is another question.
     """
     from fsdptool.planning.plan import make_plan, plan_document
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
 
     progress("reading the question")
     return plan_document(make_plan(read_request(cast("Options", dict(options))), progress=progress))

@@ -21,7 +21,7 @@ from fsdptool.cli.app import build_app, run
 from fsdptool.errors import ConfigError, PlanError, StorageError
 from fsdptool.launch.options import StartOptions
 from fsdptool.options import declared
-from fsdptool.planning.options import Options
+from fsdptool.planning.request.options import Options
 
 ROOT = Path(__file__).parents[2]
 FSDP1 = """\

@@ -182,4 +182,4 @@ def test_a_changed_byte_changes_the_digests_that_reach_it(copied: Path) -> None:
     assert after_a_change("memory/tracing/fake_tensors.py") == (True, False)
     assert after_a_change("inspection/walk.py") == (True, True)
     assert after_a_change("cli/app.py") == (False, False)
-    assert after_a_change("planning/step_time.py") == (False, False)
+    assert after_a_change("planning/time/step_time.py") == (False, False)

@@ -23,7 +23,7 @@ from fsdptool.families.protocol import Objective
 from fsdptool.launch.options import StartOptions
 from fsdptool.launch.start import open_run
 from fsdptool.planning.plan import chosen_candidate, make_plan
-from fsdptool.planning.request import Request
+from fsdptool.planning.request.inputs import Request
 
 GPUS = ("--gpu", "RTX-4090-24GB", "--gpus", "2")
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 700}]}

@@ -15,7 +15,7 @@ from fsdptool.config.migrate import repair, write_across
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import ParseError, parse_toml, to_python
-from fsdptool.planning.request import read_request_settings
+from fsdptool.planning.request.inputs import read_request_settings
 from fsdptool.records.sharding import FsdpSettings
 
 JOB = """\

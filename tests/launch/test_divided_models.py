@@ -14,8 +14,8 @@ from fsdptool.families.registry import load_registry
 from fsdptool.inspection import inspect
 from fsdptool.launch.prepare import prepare
 from fsdptool.modeling.resolve import resolve_run
-from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.search_point import point_of
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import point_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding

@@ -22,9 +22,9 @@ from fsdptool.memory.tracing.operators import copied_bytes
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling import half_groups_only
 from fsdptool.modeling.resolve import resolve_run
-from fsdptool.planning.estimator import Estimator
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import point_of
 from fsdptool.planning.hardware import load_gpu
-from fsdptool.planning.search_point import point_of
 from fsdptool.records.cluster import Cluster
 from fsdptool.records.recipe import Batch, Data, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings

@@ -342,7 +342,7 @@ def test_commands_answer_for_the_adapter(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_plan_says_that_it_does_not_read_adapters_from_other_programs_files(
     text: str, tmp_path: Path
 ) -> None:
-    from fsdptool.planning.request import read_request
+    from fsdptool.planning.request.inputs import read_request
 
     (tmp_path / "a.yaml").write_text(text)
     options: Any = {

@@ -11,8 +11,8 @@ import pytest
 
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning import plan as planning
-from fsdptool.planning.bounds import is_bounded
-from fsdptool.planning.search import run_search
+from fsdptool.planning.search.bounds import is_bounded
+from fsdptool.planning.search.search import run_search
 from fsdptool.records.plan import Candidate, Plan, RejectionKind
 
 H100, RTX = "H100-80GB-SXM", "RTX-4090-24GB"

@@ -17,8 +17,8 @@ from fsdptool.cli.app import run
 from fsdptool.errors import PlanError
 from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, make_plan, plan_document, read_request
-from fsdptool.planning.choice import choose
-from fsdptool.planning.search import _calls_for_dividing
+from fsdptool.planning.search.choice import choose
+from fsdptool.planning.search.search import _calls_for_dividing
 from fsdptool.planning.sweep import read_sweep
 from fsdptool.records.advice import ShortfallKind, SuggestionKind
 from fsdptool.records.plan import Candidate, Plan, Rejection, RejectionKind, SearchPoint

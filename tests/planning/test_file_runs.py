@@ -12,7 +12,7 @@ import fsdptool
 from fsdptool.cli.app import run
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
-from fsdptool.planning.file_run import bound_of, file_run, read_file_run
+from fsdptool.planning.request.file_run import bound_of, file_run, read_file_run
 from fsdptool.records.plan import Plan, PlanLimit
 from fsdptool.records.recipe import Lora
 from fsdptool.report import plan_words as words

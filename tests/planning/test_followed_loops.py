@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdptool.planning.options import Options
 from fsdptool.planning.plan import make_plan, plan_document, read_plan
-from fsdptool.planning.request import read_request
+from fsdptool.planning.request.inputs import read_request
+from fsdptool.planning.request.options import Options
 from fsdptool.records.plan import PlanInputs
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
 from fsdptool.report import plan_words as words
@@ -82,7 +82,7 @@ fsdp_cpu_offload: false
 
 def inputs_of(tmp_path: Path, text: str | None = None, name: str = "file.yaml", **options: Any) -> PlanInputs:
     """Return the inputs of a request, with what the model decides of them."""
-    from fsdptool.planning.followed_loop import suited
+    from fsdptool.planning.request.followed_loop import suited
     from fsdptool.source import resolve_choice
 
     if text is not None:

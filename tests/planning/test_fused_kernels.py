@@ -13,13 +13,13 @@ from fsdptool.inspection import inspect
 from fsdptool.memory.tracing.tracer import trace
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.modeling.units import as_trained
-from fsdptool.planning.fused_kernels import fused_shares
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.operator_time import float8_seconds
-from fsdptool.planning.options import Options
 from fsdptool.planning.plan import make_plan
-from fsdptool.planning.request import read_request
-from fsdptool.planning.step_time import owners_of
+from fsdptool.planning.request.inputs import read_request
+from fsdptool.planning.request.options import Options
+from fsdptool.planning.time.fused_kernels import fused_shares
+from fsdptool.planning.time.operator_time import float8_seconds
+from fsdptool.planning.time.step_time import owners_of
 from fsdptool.records.recipe import Batch, Data, Lora, Method, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 from fsdptool.records.trace import Operation

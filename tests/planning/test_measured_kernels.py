@@ -13,7 +13,7 @@ from fsdptool.cli.app import run
 from fsdptool.errors import PlanError
 from fsdptool.planning.calibrate import PROBED_RANGE, calibrate
 from fsdptool.planning.hardware import load_gpu, machine_for, write_table
-from fsdptool.planning.measured_kernels import measured_operation, measured_traffic
+from fsdptool.planning.time.measured_kernels import measured_operation, measured_traffic
 from fsdptool.records.cluster import KernelTime, Machine
 from fsdptool.records.command_documents import Probe
 from fsdptool.records.measurements import Measurements, RankMeasurements

@@ -10,11 +10,11 @@ from sweeps import kept
 
 from fsdptool.inspection import inspect
 from fsdptool.modeling.resolve import resolve_run
-from fsdptool.planning.checkpointing import USUAL, BlockOption, make_ladder, optimal_candidates
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import point_of
 from fsdptool.planning.clusters import make_cluster
-from fsdptool.planning.estimator import Estimator
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.planning.search_point import point_of
+from fsdptool.planning.search.checkpointing import USUAL, BlockOption, make_ladder, optimal_candidates
 from fsdptool.records.plan import Candidate
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
 from fsdptool.records.sharding import FsdpSettings

@@ -15,7 +15,7 @@ import pytest
 from fsdptool.files.values import load_schema
 from fsdptool.planning import Options, chosen_candidate, make_plan, plan_document, read_plan, read_request
 from fsdptool.planning.compare import changes_between, compare
-from fsdptool.planning.request import Request
+from fsdptool.planning.request.inputs import Request
 from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.plan import ComponentBytes, Plan, Rejection, RejectionKind, Verdict
 from fsdptool.records.sharding import FsdpSettings
@@ -143,7 +143,7 @@ def test_every_suggestion_through_every_reader(
 
 
 def test_every_suggestion_has_its_costs_by_kind() -> None:
-    from fsdptool.planning.suggestions import COSTS
+    from fsdptool.planning.advice.suggestions import COSTS
 
     computed = {CostKind.STEP_TIME, CostKind.HOST_MEMORY}
     assert {cost.kind for cost in COSTS.values()} | computed == set(CostKind)

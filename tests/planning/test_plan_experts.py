@@ -13,9 +13,9 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
-from fsdptool.planning.expert_time import make_all_to_all
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.request import Request
+from fsdptool.planning.request.inputs import Request
+from fsdptool.planning.time.expert_time import make_all_to_all
 from fsdptool.records.plan import Plan
 from fsdptool.report.plan_words import brief, mesh, mesh_lines
 from fsdptool.source import resolve
@@ -116,7 +116,7 @@ def check_counts(told: list[str]) -> None:
 def test_a_search_shares_out_experts_and_says_why_its_mesh_won(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fsdptool.planning.search._PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("fsdptool.planning.search.search._PROGRESS_SECONDS", 0.0)
     given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
     fixed = (*given, "optimizer_implementation", "reshard_after_forward")
     for cp in (1, 2):

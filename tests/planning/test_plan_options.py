@@ -11,8 +11,8 @@ import fsdptool
 from fsdptool.cli.plan import command
 from fsdptool.errors import PlanError
 from fsdptool.modeling.resolve import resolve_run
-from fsdptool.planning.options import Options, declared, read_options
-from fsdptool.planning.request import read_request
+from fsdptool.planning.request.inputs import read_request
+from fsdptool.planning.request.options import Options, declared, read_options
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Lora, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
 

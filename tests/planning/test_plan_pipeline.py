@@ -14,12 +14,11 @@ from fsdptool.errors import PlanError
 from fsdptool.memory.simulation.program import program
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import Options, chosen_run, make_plan, read_request
-from fsdptool.planning.estimator import Estimator
-from fsdptool.planning.pipeline import plan_pipeline
-from fsdptool.planning.pipeline_schedule import bubble_fraction, in_flight, schedule_order
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import point_of
+from fsdptool.planning.candidate.stage_cut import cut_trace, cut_units, divide
+from fsdptool.planning.pipeline import bubble_fraction, in_flight, plan_pipeline, schedule_order
 from fsdptool.planning.plan import inspect_model, plan_document, plan_from
-from fsdptool.planning.search_point import point_of
-from fsdptool.planning.stage_cut import cut_trace, cut_units, divide
 from fsdptool.records.plan import Pipeline, Plan
 from fsdptool.records.trace import Component
 from fsdptool.report.console.plan import print_plan

@@ -12,8 +12,8 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, chosen_run, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.overlap import Ring, make_ring
-from fsdptool.planning.request import Request
+from fsdptool.planning.request.inputs import Request
+from fsdptool.planning.time.overlap import Ring, make_ring
 from fsdptool.records.plan import Candidate, RejectionKind
 from fsdptool.report.plan_words import brief
 

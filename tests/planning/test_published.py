@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdptool.planning.memory_range import PublishedPeak, published_peaks, reserved_spread
-from fsdptool.planning.throughput_range import PublishedError, published_errors, throughput_range
+from fsdptool.planning.candidate.memory_range import PublishedPeak, published_peaks, reserved_spread
+from fsdptool.planning.candidate.throughput_range import PublishedError, published_errors, throughput_range
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from test_choice import POINT
 from fsdptool.inspection import inspect
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu
-from fsdptool.planning.search_space import enumerate_space, expert_sizes, tensor_sizes
+from fsdptool.planning.search.space import enumerate_space, expert_sizes, tensor_sizes
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.plan import SearchPoint
 from fsdptool.report.plan_words import mesh

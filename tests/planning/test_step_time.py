@@ -12,9 +12,14 @@ from fsdptool.memory.simulation.program import traced_path
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu, machine_for
-from fsdptool.planning.operator_time import float8_seconds, memory_rate, operation_seconds, segment_seconds
-from fsdptool.planning.overlap import Run, Stage, make_ring, time_step
-from fsdptool.planning.step_time import (
+from fsdptool.planning.time.operator_time import (
+    float8_seconds,
+    memory_rate,
+    operation_seconds,
+    segment_seconds,
+)
+from fsdptool.planning.time.overlap import Run, Stage, make_ring, time_step
+from fsdptool.planning.time.step_time import (
     ModuleSeconds,
     Traffic,
     fill,
@@ -22,7 +27,7 @@ from fsdptool.planning.step_time import (
     with_copies,
     without_casts,
 )
-from fsdptool.planning.tensor_time import model_flops, summed_seconds
+from fsdptool.planning.time.tensor_time import model_flops, summed_seconds
 from fsdptool.records.cluster import Machine
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.sharding import FsdpSettings, UnitPlan

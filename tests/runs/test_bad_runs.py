@@ -246,7 +246,7 @@ def test_a_stop_while_the_memory_is_predicted(
     recipe(place)
     before = signal.getsignal(number)
     # By its module: the package has a function of that name.
-    monkeypatch.setattr(import_module("fsdptool.planning.estimator"), "predict", predicts)
+    monkeypatch.setattr(import_module("fsdptool.planning.candidate.estimator"), "predict", predicts)
     arguments = [item for item in place.arguments("run") if item != "--no-predict"]
     assert run(arguments) == (130 if number == signal.SIGINT else 75)
     if number != signal.SIGINT:

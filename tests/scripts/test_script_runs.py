@@ -14,7 +14,7 @@ from fsdptool.config.script_runs import script_settings
 from fsdptool.errors import PlanError
 from fsdptool.files.text import SourceText
 from fsdptool.inspection import inspect
-from fsdptool.planning.file_run import bound_of, file_run, read_file_run
+from fsdptool.planning.request.file_run import bound_of, file_run, read_file_run
 from fsdptool.records.described_run import DescribedRun
 from fsdptool.source import resolve
 

@@ -215,7 +215,7 @@ def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> Non
     (root / "run.sh").write_text(LINE.format("../secret.yaml"))
     code = (
         "import sys\nfrom pathlib import Path\nfrom fsdptool.web import worker\n"
-        "from fsdptool.planning.request import read_request_settings\n"
+        "from fsdptool.planning.request.inputs import read_request_settings\n"
         "def read(self):\n  try:\n    print(read_request_settings(Path(sys.argv[2])), file=sys.stderr)\n"
         "  except Exception as error:\n    print(error.message, file=sys.stderr)\n"
         "worker._Worker.serve = read\nworker._Worker.read = lambda *_: None\n"

@@ -1,0 +1,1 @@
+"""One configuration: its memory, its time, the ranges of both, and whether it fits."""
