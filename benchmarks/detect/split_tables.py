@@ -1,6 +1,6 @@
 """Writes where every parameter of many families lies on a tensor-parallel group.
 
-``tests/layout/split_tables.jsonl`` has one line per flavour: the size of the group, the regions, what does
+``tests/tensor/split_tables.jsonl`` has one line per flavour: the size of the group, the regions, what does
 not divide, notes, and every distinct parameter with its placement. A test compares the committed tables with
 what the code derives. Run: ``python -m benchmarks.detect.split_tables``.
 """
@@ -17,7 +17,7 @@ from fsdptool.inspection.document import tensor_summary
 from fsdptool.records.codec import to_json
 from fsdptool.source import resolve
 
-OUTPUT = Path(__file__).parents[2] / "tests" / "layout" / "split_tables.jsonl"
+OUTPUT = Path(__file__).parents[2] / "tests" / "tensor" / "split_tables.jsonl"
 
 FLAVOURS = {
     "llama3:8b": 8,

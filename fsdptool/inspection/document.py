@@ -14,9 +14,6 @@ from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import Inspection, cache_parts
 from fsdptool.inspection.census import CONTAINERS, Census, item_bytes, uneven, unit_plan
 from fsdptool.inspection.hazards import fused_experts, holds_embedding
-from fsdptool.layout import refusals
-from fsdptool.layout.placements import placements
-from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.detection import (
     Branch,
@@ -40,6 +37,9 @@ from fsdptool.records.diagnostic import Answer, Diagnostic, answer
 from fsdptool.records.sharding import Unit, UnitPlan
 from fsdptool.records.tensor_plan import SequenceSpan, TensorPlan
 from fsdptool.source.adapters import read_adapter
+from fsdptool.tensor import refusals
+from fsdptool.tensor.division import plan_expert_parallel, plan_tensor_parallel
+from fsdptool.tensor.placements import placements
 
 View = Literal["leaves", "tree", "where"]
 

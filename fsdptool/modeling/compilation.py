@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
 from fsdptool.families.bases.batches import separates
-from fsdptool.layout.sites import experts_of
 from fsdptool.modeling.objective import objective_for
 from fsdptool.records.compilation import Compilation, CompileReason
 from fsdptool.records.plan import OWN_LOOP
+from fsdptool.tensor.sites import experts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

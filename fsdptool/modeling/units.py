@@ -10,9 +10,6 @@ from fsdptool.cache import Store, source_digest
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.api import cache_parts, decode, encode, resized
 from fsdptool.layout import group
-from fsdptool.layout.placements import merged, placements, published
-from fsdptool.layout.refusals import EXPERT, TENSOR, refuse_indivisible
-from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.optimizers import optimizer_spec
@@ -20,6 +17,9 @@ from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import ModelChoice, Recipe
 from fsdptool.source import adapted
+from fsdptool.tensor.division import localise, plan_expert_parallel, plan_tensor_parallel
+from fsdptool.tensor.placements import merged, placements, published
+from fsdptool.tensor.refusals import EXPERT, TENSOR, refuse_indivisible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdptool.formatting import amount
-from fsdptool.layout.sites import experts_of
 from fsdptool.planning.candidate.estimator import Estimator
 from fsdptool.planning.time.expert_time import exchange_sizes
 from fsdptool.records.cluster import Cluster, Machine
 from fsdptool.records.plan import Candidate
 from fsdptool.records.plan_details import ExpertRouting
+from fsdptool.tensor.sites import experts_of
 
 
 def routing(

@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_map
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.families.protocol import API_VERSION, Family, Flavour, Objective, TensorSpec
 from fsdptool.families.synthetic import shrink, synthesise
-from fsdptool.layout.placements import placements
 from fsdptool.records.anatomy import ModelSpec, Parameter, Reference
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
 from fsdptool.records.tensor_plan import Placement, TensorPlan
+from fsdptool.tensor.placements import placements
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -615,7 +615,7 @@ def _splitting(small: SmallModel) -> Iterator[str]:
     import torch
 
     from fsdptool.inspection.api import describe
-    from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
+    from fsdptool.tensor.division import plan_expert_parallel, plan_tensor_parallel
 
     def loss_of(model: nn.Module) -> Tensor:
         torch.manual_seed(0)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdptool"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "diffusers", "accelerate", "peft", "datasets"}
-TORCH_FREE = ("records", "families", "config", "layout", "cache")
+TORCH_FREE = ("records", "families", "config", "layout", "tensor", "cache")
 OBJECTIVES = PACKAGE / "families" / "objectives"
 """Objectives run inside a model's training step: they are torch code, loaded by nobody else."""
 LAZY = (PACKAGE / "families" / "bases", PACKAGE / "families" / "synthetic.py")

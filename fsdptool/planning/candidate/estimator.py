@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.layout.sites import experts_of
 from fsdptool.memory.simulation.collectives import DEVICES, ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.memory.simulation.off_step import States, least_bytes, rank_states
@@ -56,6 +55,7 @@ from fsdptool.records.plan import BESIDE_TP, Candidate, SearchPoint, TrainingLoo
 from fsdptool.records.plan_details import StoredDtypes
 from fsdptool.records.resolved_run import ResolvedRun
 from fsdptool.records.sharding import UnitPlan
+from fsdptool.tensor.sites import experts_of
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import PreparedSimulation

@@ -1,1 +1,1 @@
-"""What is asked for: options, training files of other programs and recipes as the inputs of a plan."""
+"""Options, training files of other programs and recipes, read into the inputs of a plan."""

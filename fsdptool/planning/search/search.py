@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import elapsed
-from fsdptool.layout.sites import experts_of
 from fsdptool.modeling.optimizers import optimizer_spec
 from fsdptool.planning.candidate.assembly import refused
 from fsdptool.planning.candidate.estimator import Estimator
@@ -20,6 +19,7 @@ from fsdptool.planning.search.space import enumerate_space, expert_sizes, tensor
 from fsdptool.records.plan import Candidate, PlanInputs, Rejection, RejectionKind, SearchPoint
 from fsdptool.records.trace import ColourGroup, Component
 from fsdptool.runs.work import Countdown
+from fsdptool.tensor.sites import experts_of
 
 Progress = Callable[[str], None]
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fsdptool.layout.placements import split_dim
-from fsdptool.layout.projections import Layers
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.tensor_plan import SplitModule
+from fsdptool.tensor.placements import split_dim
+from fsdptool.tensor.projections import Layers
 
 _FROM_END = {"colwise": 2, "packed_colwise": 2, "rowwise": 1, "packed_rowwise": 1}
 """Divided dimension of a weight by transformers' and diffusers' styles, counted from the last (1)."""

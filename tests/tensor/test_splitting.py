@@ -11,9 +11,9 @@ from torch import nn
 
 from fsdptool.families.registry import load_registry
 from fsdptool.inspection.api import describe
-from fsdptool.layout.tensor_parallel import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.tensor_plan import TensorPlan
+from fsdptool.tensor.division import plan_expert_parallel, plan_tensor_parallel
 from fsdptool.testing.families import SmallModel, compare, small_model
 
 

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fsdptool.layout.projections import (
+from fsdptool.records.anatomy import Parameter
+from fsdptool.records.tensor_plan import SplitModule, SplitStyle, WholeReason
+from fsdptool.tensor.projections import (
     ADDED,
     ATTENTION_ROWS,
     FEED_FORWARDS,
@@ -29,8 +31,6 @@ from fsdptool.layout.projections import (
     Layers,
     is_norm,
 )
-from fsdptool.records.anatomy import Parameter
-from fsdptool.records.tensor_plan import SplitModule, SplitStyle, WholeReason
 
 _LISTED = re.compile(r"\.experts\.(\d+)\.")
 HEADS = ("num_heads", "n_heads", "heads", "num_attention_heads", "n_head", "config.num_attention_heads")

@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fsdptool.layout.library_plans import compare
-from fsdptool.layout.placements import placements
-from fsdptool.layout.projections import LATENT, Layers, is_norm, is_router
-from fsdptool.layout.sequence_parallel import find_span
-from fsdptool.layout.sites import Left, Site, attention, experts, feed_forward, fused
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.tensor_plan import Indivisible, SplitModule, TensorPlan, WholeReason
+from fsdptool.tensor.library_plans import compare
+from fsdptool.tensor.placements import placements
+from fsdptool.tensor.projections import LATENT, Layers, is_norm, is_router
+from fsdptool.tensor.sequence import find_span
+from fsdptool.tensor.sites import Left, Site, attention, experts, feed_forward, fused
 
 _STATE = frozenset({"A_log", "conv1d", "x_proj", "dt_proj"})
 """Names of children or parameters by which a recurrence is known (Mamba, gated delta rules)."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 
 from fsdptool.errors import ConfigError
-from fsdptool.layout.projections import Layers, is_norm
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.tensor_plan import SequenceSpan, TensorPlan
+from fsdptool.tensor.projections import Layers, is_norm
 
 _ALONG_SEQUENCE = ("BatchNorm", "GroupNorm", "InstanceNorm")
 """Norms over the positions of a sequence."""

@@ -9,11 +9,11 @@ import pytest
 
 from fsdptool.errors import ConfigError
 from fsdptool.inspection import inspect
-from fsdptool.layout.placements import placements
-from fsdptool.layout.tensor_parallel import localise, plan_expert_parallel, plan_tensor_parallel
 from fsdptool.records.anatomy import Anatomy, Parameter
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 from fsdptool.source import resolve
+from fsdptool.tensor.division import localise, plan_expert_parallel, plan_tensor_parallel
+from fsdptool.tensor.placements import placements
 
 
 @cache

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdptool.errors import ConfigError
-from fsdptool.layout.refusals import EXPERT, TENSOR
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.tensor_plan import Placement, SplitModule, TensorPlan
+from fsdptool.tensor.refusals import EXPERT, TENSOR
 
 _ADAPTERS = ("lora_A", "lora_B")
 
