@@ -257,6 +257,35 @@ def test_the_first_shell_files_of_simpletuner_train_whole_models(tmp_path: Path)
     assert (run.program, run.method, run.height, run.global_batch) == ("simpletuner", "full", 768, 150)
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "model_name_or_path: org/m\nstage: sft\ndo_train: true\nfinetuning_type: full\ntemplate: qwen\n"
+            "dataset: d\n",
+            "lora_rank: 8\nlora_target: all\nlora_dropout: 0.1\npref_loss: sigmoid\n",
+        ),
+        (
+            "model: org/m\ntuner_type: full\ndataset: d\nmax_length: 64\n",
+            "lora_rank: 8\nlora_dropout: 0.1\ntarget_modules: all-linear\nlora_dtype: bfloat16\n",
+        ),
+        (
+            "base_model: org/m\ndatasets: [{path: a}]\nlearning_rate: 1e-4\n",
+            "lora_r: 8\nlora_dropout: 0.1\nlora_target_linear: true\n",
+        ),
+        (
+            '{"model_family": "sdxl", "model_type": "full", "data_backend_config": {}, "train_batch_size": 1',
+            ', "lora_rank": 8, "lora_dropout": 0.1, "lora_init_type": "default"}',
+        ),
+    ],
+)
+def test_keys_of_adapters_are_known_where_nothing_is_adapted(text: str, left: str) -> None:
+    """Many files of full fine-tuning keep them: their program takes them without effect."""
+    run = described(text + left)
+    assert run.method == "full"
+    assert not any("lora" in told or "pref" in told for told in (*run.problems, *run.notes))
+
+
 def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:
     with pytest.raises(ConfigError, match="axolotl and llamafactory"):
         describe_run(SourceText(f"{AXOLOTL}stage: sft\nmodel_name_or_path: a/b\nfinetuning_type: lora\n"))

@@ -32,7 +32,13 @@ def describe(file: RunFile) -> DescribedRun:
     adapter = isinstance(read.raw("peft"), dict)
     four = read.flag("quantization.load_in_4bit")
     mesh, processes = _mesh(read, place)
-    sharded = place != "ddp" and read.text(f"{place}.strategy") not in ("ddp", "megatron_fsdp")
+    for part in ("model.backend.linear", "model.backend.rms_norm"):
+        if str(read.raw(part)).startswith("torch"):
+            read.inert(part)  # what is planned
+    strategy = read.text(f"{place}.strategy")
+    sharded = place != "ddp" and strategy not in ("ddp", "megatron_fsdp")
+    if strategy == "megatron_fsdp":
+        read.notes.append("megatron_fsdp shards in a way of its own: FSDP2 is planned in its place")
     micro, total, accumulation = _batch(read, mesh, processes)
     optimizer, bits = _optimizer(read, stored)
     if optimizer is None and diffusion and isinstance(read.raw("optim"), dict):
@@ -68,7 +74,7 @@ def describe(file: RunFile) -> DescribedRun:
         fused_loss="cce" if "FusedLinear" in (read.text("loss_fn._target_") or "") else "none",
         compile=read.flag("compile.enabled") or read.flag(f"{place}.enable_compile"),
         processes=processes,
-        fsdp=2 if sharded else "none",
+        fsdp=2 if sharded else None if strategy == "megatron_fsdp" else "none",
         wrap_classes=_units(model, mesh, diffusion) if sharded else (),
         reshard=_reshard(read, mesh) if sharded else None,
         cpu_offload=read.flag(f"{place}.cpu_offload") or read.has(f"{place}.offload_policy"),
@@ -152,7 +158,8 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
 
 
 def _objective(read: RunReader, diffusion: bool) -> str:
-    recipe = read.text("recipe") or ""
+    older = isinstance(read.raw("recipe"), dict)
+    recipe = read.text("recipe._target_" if older else "recipe") or ""
     if diffusion:
         return "diffusion"
     if "KnowledgeDistillation" in recipe or read.has("teacher_model"):

@@ -39,7 +39,7 @@ KEYS = RunKeys(
         """,
         either="""
         model.backend.linear model.backend.rms_norm model.backend.experts model.backend.dispatcher
-        model.config.num_hidden_layers model.text_config quantization.load_in_8bit
+        model.config.num_hidden_layers model.text_config.* quantization.load_in_8bit
         peft.moe_rank_scaling distributed.defer_fsdp_grad_sync fsdp.defer_fsdp_grad_sync
         distributed.moe.wrap_outer_model data.dataloader.dynamic_batch_size
         data.dataloader.base_resolution
@@ -53,7 +53,7 @@ KEYS = RunKeys(
     """),
     numbers=names("lr_scheduler.* flow_matching.* model.backend.fake_balanced_gate"),
     no_effect=names("""
-    recipe seed dist_env dist_env.* rng rng.* wandb wandb.* mlflow mlflow.* ci ci.* benchmark
+    recipe.* seed dist_env dist_env.* rng rng.* wandb wandb.* mlflow mlflow.* ci ci.* benchmark
     benchmark.* mfu mfu.* nvtx checkpoint checkpoint.* validation_dataset validation_dataset.*
     validation_dataloader validation_dataloader.* step_scheduler.* dataset dataset.* dataloader
     dataloader.* optimizer.* clip_grad_norm clip_grad_norm.* loss_fn loss_fn.* peft._target_
@@ -65,6 +65,7 @@ KEYS = RunKeys(
     autopipeline autopipeline.* parallelizer parallelizer.* distributed_config distributed_config.*
     autocast autocast.* model.force_hf optim optim.* eval_negative_size temperature model.share_encoder
     model.add_linear_pooler model.out_dimension model.pooling model.l2_normalize tokenizer tokenizer.*
+    model.text_config model.text_config.use_cache processor processor.*
     flow_matching launcher slurm slurm.* k8s k8s.* model.is_meta_device model.name_or_path
     """),
     unknown="dropped",

@@ -75,6 +75,7 @@ _NO_EFFECT = """
     jagged_restart_steps jagged_restart_warmup_steps kto_desirable_weight kto_undesirable_weight
     learning_rate liger_kernel_impl liger_use_token_scaling lisa_layers_attribute lisa_step_interval
     llama4_linearized_experts lm_eval_* load_best_model_at_end local_rank logging_steps
+    fsdp_version lora_dropout peft_autocast_adapter_dtype
     lora_fan_in_fan_out lora_model_dir loss_watchdog_patience loss_watchdog_threshold
     low_cpu_mem_usage lr_div_factor lr_groups lr_quadratic_warmup lr_scheduler lr_scheduler_kwargs
     max_grad_norm max_packed_sequence_len max_prompt_len mean_resizing_embeddings merge_lora

@@ -29,6 +29,7 @@ _OWN = """
     use_reentrant_gc module_dropout oft_block_size oft_rank oft_target reward_model_type
     pissa_convert pissa_iter video_fps video_maxlen use_audio_in_video audio_sampling_rate
     image_min_pixels video_min_pixels image_do_pan_and_scan crop_to_patches mixture_of_depths
+    lora_rank lora_target lora_dropout pref_loss double_quantization
 """
 _PREFERENCES = ("dpo", "kto", "orpo", "simpo")
 KEYS = RunKeys(

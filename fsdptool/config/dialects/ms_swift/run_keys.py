@@ -55,6 +55,8 @@ KEYS = RunKeys(
     """),
     no_effect=NO_EFFECT
     | names("""
+    lora_rank lora_dropout lora_dtype target_modules target_regex bnb_4bit_use_double_quant
+    bnb_4bit_quant_storage max_length
     model_type model_revision task_type use_hf hub_token dataset val_dataset cached_dataset
     cached_val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file dataset_shuffle
     val_dataset_shuffle train_dataloader_shuffle streaming interleave_prob stopping_strategy

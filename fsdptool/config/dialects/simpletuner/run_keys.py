@@ -60,7 +60,9 @@ KEYS = RunKeys(
     input_perturbation loss_type caption_dropout_probability weight_noise
     """),
     no_effect=names("""
-    lora_rank lora_type ignore_final_epochs quantize_activations text_encoder_1_precision
+    lora_rank lora_dropout lora_init_type peft_lora_target_modules base_model_default_dtype num_processes
+    fsdp_version fsdp_transformer_layer_cls_to_wrap
+    lora_type ignore_final_epochs quantize_activations text_encoder_1_precision
     text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision
     prodigy_steps
     hidream_* conditioning_* pretrained_t5_model_name_or_path controlnet_custom_config
