@@ -26,7 +26,10 @@ _OPEN = frozenset({"sequence_length", "micro_batch", "accumulation", "lora_dropo
 """Facts that matter also where the source leaves them open and the other program does not."""
 _SAME_ATTENTION = {"flex": "flex_attention"}
 _UNKNOWN = "no key of the file says so"
-_REASONS = {"full_rows": "samples that are not packed are padded to the longest of a micro-batch"}
+_REASONS = {
+    "full_rows": "samples that are not packed are padded to the longest of a micro-batch",
+    "compiled_loss": "the loss is not compiled",
+}
 """Why programs lack what only one of them has."""
 
 

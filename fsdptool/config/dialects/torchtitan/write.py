@@ -54,7 +54,10 @@ def write(to: RunWriter) -> None:
     if run.reshard is not None and not isinstance(run.reshard, bool):
         to.lose("only true and false can be said", "reshard")
     _checkpointing(to)
-    to.put("compile.enable", bool(run.compile))
+    compiled = [name for name, on in (("model", run.compile), ("loss", run.compiled_loss)) if on]
+    to.put("compile.enable", bool(compiled))
+    if len(compiled) == 1:
+        to.put("compile.components", compiled)
     to.lose("torchtitan's model decides its attention", "attention")
     to.lose("torchtitan computes whole logits", "fused_loss")
     to.put_learning(KEYS.learning, "dataset", "max_grad_norm")
