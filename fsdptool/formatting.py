@@ -64,6 +64,11 @@ _UNPRINTABLE_JSON = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\
 """JSON itself escapes the controls below 0x20."""
 
 
+def numberless(path: str) -> str:
+    """Return a path of a module or a parameter with ``*`` for every number."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 def shortened(text: str, width: int) -> str:
     """Return one line of at most ``width`` characters: its middle gives way."""
     if len(text) <= width:

@@ -1,13 +1,13 @@
-"""Photograph the pages of the web interface: light, dark, and on a screen of 390 pixels.
+"""Photograph the pages of the web interface: light and dark, on screens of 1,280 and of 390 pixels.
 
     python benchmarks/web/screenshots.py FOLDER [PAGE ...]
     python benchmarks/web/screenshots.py --docs
 
 Starts a server on a free port with a folder of example files, opens each page of ``PAGES`` (or those that are
 named) in Chromium (Debian's package ``chromium``) by Playwright, and writes ``PAGE-light.png``,
-``PAGE-dark.png`` and ``PAGE-narrow.png``. Prints the pages that scroll sideways. Nothing is compared: the
-pictures are for looking at. ``--docs`` writes the upper part of a few pages as the pictures of
-docs/reference/web-pages.md.
+``PAGE-dark.png``, ``PAGE-narrow.png`` and ``PAGE-narrow-dark.png``. Prints the pages that scroll sideways.
+Nothing is compared: the pictures are for looking at. ``--docs`` writes the upper part of a few pages as
+the pictures of docs/reference/web-pages.md.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ VIEWS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 900}},
     "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 900}},
     "narrow": {"color_scheme": "light", "viewport": {"width": 390, "height": 844}},
+    "narrow-dark": {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}},
 }
 
 LLAMA = """\

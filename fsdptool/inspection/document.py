@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fsdptool.errors import ConfigError
+from fsdptool.formatting import numberless
 from fsdptool.inspection.api import Inspection, cache_parts
 from fsdptool.inspection.census import CONTAINERS, Census, item_bytes, uneven, unit_plan
 from fsdptool.inspection.hazards import fused_experts, holds_embedding
@@ -408,7 +409,7 @@ def summary(anatomy: Anatomy, plan: TensorPlan) -> SplitSummary:
         for length in local:
             numel *= length
         total += numel
-        name = folded(parameter.fqn)
+        name = numberless(parameter.fqn)
         key = (name, placement.shape, placement.dim, placement.sections, placement.reason)
         known = rows.get(key)
         rows[key] = PlacedParameter(
@@ -427,15 +428,10 @@ def summary(anatomy: Anatomy, plan: TensorPlan) -> SplitSummary:
         size=plan.size,
         parameters=tuple(rows.values()),
         local_parameters=total,
-        regions=tuple(dict.fromkeys(folded(path) for path in plan.regions)),
+        regions=tuple(dict.fromkeys(numberless(path) for path in plan.regions)),
         indivisible=plan.indivisible,
         notes=plan.notes,
     )
-
-
-def folded(path: str) -> str:
-    """Return a path with ``*`` for every number."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def violations(split: SplitSummary, option: str) -> Iterator[Diagnostic]:

@@ -142,7 +142,8 @@ def _rejection(candidate: Candidate, chosen: Candidate, prefer: str) -> Rejectio
         factor = best / own - 1 if own else float("inf")
         if by_price:
             return Rejection(RejectionKind.PRICE, f"{factor:.1%} more expensive per sample than {chosen.id}")
-        return Rejection(RejectionKind.SPEED, f"{factor:.1%} slower than {chosen.id}")
+        slower = f"{factor:.1%} slower than" if factor < 1 else f"{1 + factor:.1f} times as slow as"
+        return Rejection(RejectionKind.SPEED, f"{slower} {chosen.id}")
     extra = (candidate.allocated_peak_bytes or 0) - (chosen.allocated_peak_bytes or 0)
     if candidate.settings.cpu_offload and not chosen.settings.cpu_offload:
         gain = f"at most {SAME:.0%} {'cheaper' if by_price else 'faster'} than {chosen.id}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from html import escape
+from typing import TypeVar
 
-from fsdptool.formatting import amount, count
+from fsdptool.formatting import amount, count, numberless
 from fsdptool.records.anatomy import WrapOrigin
 from fsdptool.records.detection import Branch, ConsideredClass, Detection, Part
 from fsdptool.records.diagnostic import Answer, Diagnostic
@@ -61,7 +62,7 @@ def _head(detection: Detection) -> str:
             count(largest.parameters),
             f"{largest.id}, {amount(largest.bytes_16bit)} gathered in 16 bit",
         ),
-        ("root unit", count(root.parameters), f"{len(root.fqns)} tensors outside every other unit"),
+        ("root unit", count(root.parameters), _tensors(len(root.fqns))),
     ]
     if detection.world_size:
         padding = sum(item.padding_bytes for item in detection.uneven)
@@ -73,6 +74,12 @@ def _head(detection: Detection) -> str:
     return (
         f'<header><p class="soft">{escape(model.library)} · {escape(model.family)}</p>'
         f"<h1>{breaking(_title(detection))}</h1>{_concern(wrap.concern)}{cards(figures)}</header>"
+    )
+
+
+def _tensors(number: int) -> str:
+    return (
+        f"{number} tensor{'s' * (number != 1)} of its own" if number else "the other units own every tensor"
     )
 
 
@@ -162,22 +169,42 @@ def _branch(branch: Branch, opened: int) -> str:
 def _places(detection: Detection) -> str:
     rows = []
     for place in detection.where or ():
-        at = f"{place.file}:{place.line}" if place.line else place.module or "unknown"
+        # Where a package is installed says nothing of the class.
+        file = (place.file or "").rpartition("/site-packages/")[2]
+        at = f"{file}:{place.line}" if place.line else place.module or "unknown"
         rows.append(f'<tr><th scope="row">{breaking(place.name)}</th><td>{breaking(at)}</td></tr>')
     table = html_table("Where the classes are defined", ("class", "defined in"), rows)
     return section("Sources", table if rows else "")
 
 
+_Item = TypeVar("_Item")
+
+
+def _alike(
+    items: Iterable[_Item], name: Callable[[_Item], str], rest: Callable[[_Item], Hashable]
+) -> Iterable[tuple[str, list[_Item]]]:
+    """Return the items by what they are called without numbers, in order; equal ones stand together."""
+    groups: dict[tuple[str, Hashable], list[_Item]] = {}
+    for item in items:
+        groups.setdefault((numberless(name(item)), rest(item)), []).append(item)
+    return [(name(same[0]) if len(same) == 1 else key[0], same) for key, same in groups.items()]
+
+
 def _units(detection: Detection) -> str:
     units = detection.units
     rows = [
-        f'<tr><th scope="row">{breaking(unit.id)}</th><td>{escape(unit.kind)}</td>'
-        f'<td>{breaking(unit.class_)}</td><td class="n">{len(unit.fqns)}</td>'
-        f'<td class="n">{unit.parameters:,}</td></tr>'
-        for unit in units
+        f'<tr><th scope="row">{breaking(name)}</th><td class="n">{len(same)}</td>'
+        f"<td>{escape(same[0].kind)}</td>"
+        f'<td>{breaking(same[0].class_)}</td><td class="n">{len(same[0].fqns)}</td>'
+        f'<td class="n">{same[0].parameters:,}</td></tr>'
+        for name, same in _alike(
+            units,
+            lambda unit: unit.id,
+            lambda unit: (unit.kind, unit.class_, len(unit.fqns), unit.parameters),
+        )
     ]
-    heads = ("unit", "kind", "class", "tensors", "parameters")
-    table = html_table("Every FSDP unit", heads, rows, numbers=(3, 4), tall=True, cards=True)
+    heads = ("unit", "number", "kind", "class", "tensors of each", "parameters of each")
+    table = html_table("Every FSDP unit", heads, rows, numbers=(1, 4, 5), tall=True, cards=True)
     return section(f"{len(units)} FSDP units", table)
 
 
@@ -185,18 +212,23 @@ def _uneven(detection: Detection) -> str:
     ranks, items = detection.world_size, detection.uneven
     if not ranks:
         return ""
-    rows = [
-        f'<tr><th scope="row">{breaking(item.fqn)}</th><td class="n">{item.dim0:,}</td>'
-        f'<td class="n">{amount(item.padding_bytes)}</td><td class="n">{item.empty_ranks}</td></tr>'
-        for item in sorted(items, key=lambda item: -item.padding_bytes)
-    ]
-    if not rows:
+    if not items:
         return section("Sharding", f"<p>Every parameter divides evenly over {ranks} ranks.</p>")
-    heads = ("parameter", "rows", "padding", "empty ranks")
+    rows = [
+        f'<tr><th scope="row">{breaking(name)}</th><td class="n">{len(same)}</td>'
+        f'<td class="n">{same[0].dim0:,}</td>'
+        f'<td class="n">{amount(same[0].padding_bytes)}</td><td class="n">{same[0].empty_ranks}</td></tr>'
+        for name, same in _alike(
+            sorted(items, key=lambda item: -item.padding_bytes),
+            lambda item: item.fqn,
+            lambda item: (item.dim0, item.padding_bytes, item.empty_ranks),
+        )
+    ]
+    heads = ("parameter", "number", "rows", "padding of each", "empty ranks")
     table = html_table(
-        "Parameters that shard unevenly", heads, rows, numbers=(1, 2, 3), tall=True, cards=True
+        "Parameters that shard unevenly", heads, rows, numbers=(1, 2, 3, 4), tall=True, cards=True
     )
-    return section(f"{len(rows)} parameters do not divide evenly over {ranks} ranks", table)
+    return section(f"{len(items)} parameters do not divide evenly over {ranks} ranks", table)
 
 
 def _shares(what: str, rows: Iterable[tuple[str, Part]]) -> str:

@@ -56,7 +56,7 @@ def run_parts(view: RunView, history: History) -> dict[str, str]:
 
 def _head(run: RunView) -> str:
     total = run.total_steps
-    cards = [("steps", str(run.step), f"of {total}" if total else "")]
+    cards = [("steps", f"{run.step:,}", f"of {total:,}" if total else "")]
     if run.loss is not None:
         cards.append(("loss", f"{run.loss:.4f}", "last step"))
     if run.tokens_per_second is not None:
