@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -67,6 +67,25 @@ _UNPRINTABLE_JSON = re.compile("[\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2066-\
 def numberless(path: str) -> str:
     """Return a path of a module or a parameter with ``*`` for every number."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+_Item = TypeVar("_Item")
+
+
+def alike(
+    items: Iterable[_Item], name: Callable[[_Item], str], rest: Callable[[_Item], Hashable]
+) -> list[tuple[str, list[_Item]]]:
+    """Return items that differ only in the numbers of their names together, in order, with their common name.
+
+    Args:
+        items: For example parameters.
+        name: The path of an item.
+        rest: What else items have in common that stand together.
+    """
+    groups: dict[tuple[str, Hashable], list[_Item]] = {}
+    for item in items:
+        groups.setdefault((numberless(name(item)), rest(item)), []).append(item)
+    return [(name(same[0]) if len(same) == 1 else key[0], same) for key, same in groups.items()]
 
 
 def shortened(text: str, width: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fsdptool.formatting import amount, count
+from fsdptool.formatting import alike, amount, count
 from fsdptool.records.detection import Branch, Detection, LeafClass, Place, PlacedParameter, SplitSummary
 from fsdptool.records.diagnostic import Answer
 from fsdptool.records.tensor_plan import WholeReason
@@ -205,12 +205,19 @@ def _uneven(detection: Detection) -> None:
     print_line(
         f"{len(items)} parameters do not divide over {ranks} ranks: {amount(padding)} of padding in total"
     )
-    worst = sorted(items, key=lambda item: -item.padding_bytes)[:5]
+    worst = alike(
+        sorted(items, key=lambda item: -item.padding_bytes),
+        lambda item: item.fqn,
+        lambda item: (item.dim0, item.padding_bytes, item.empty_ranks),
+    )
     print_table(
-        ("parameter", "dim 0", "padding", "empty ranks"),
-        [(item.fqn, str(item.dim0), amount(item.padding_bytes), str(item.empty_ranks)) for item in worst],
-        numeric=(1, 2, 3),
-        optional=(1,),
+        ("parameter", "number", "dim 0", "padding of each", "empty ranks"),
+        [
+            (name, str(len(same)), str(same[0].dim0), amount(same[0].padding_bytes), str(same[0].empty_ranks))
+            for name, same in worst[:5]
+        ],
+        numeric=(1, 2, 3, 4),
+        optional=(2,),
     )
 
 

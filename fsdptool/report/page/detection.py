@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
-from typing import TypeVar
 
-from fsdptool.formatting import amount, count, numberless
+from fsdptool.formatting import alike, amount, count
 from fsdptool.records.anatomy import WrapOrigin
 from fsdptool.records.detection import Branch, ConsideredClass, Detection, Part
 from fsdptool.records.diagnostic import Answer, Diagnostic
@@ -169,25 +168,12 @@ def _branch(branch: Branch, opened: int) -> str:
 def _places(detection: Detection) -> str:
     rows = []
     for place in detection.where or ():
-        # Where a package is installed says nothing of the class.
+        # The folder of the installation does not matter to a reader.
         file = (place.file or "").rpartition("/site-packages/")[2]
         at = f"{file}:{place.line}" if place.line else place.module or "unknown"
         rows.append(f'<tr><th scope="row">{breaking(place.name)}</th><td>{breaking(at)}</td></tr>')
     table = html_table("Where the classes are defined", ("class", "defined in"), rows)
     return section("Sources", table if rows else "")
-
-
-_Item = TypeVar("_Item")
-
-
-def _alike(
-    items: Iterable[_Item], name: Callable[[_Item], str], rest: Callable[[_Item], Hashable]
-) -> Iterable[tuple[str, list[_Item]]]:
-    """Return the items by what they are called without numbers, in order; equal ones stand together."""
-    groups: dict[tuple[str, Hashable], list[_Item]] = {}
-    for item in items:
-        groups.setdefault((numberless(name(item)), rest(item)), []).append(item)
-    return [(name(same[0]) if len(same) == 1 else key[0], same) for key, same in groups.items()]
 
 
 def _units(detection: Detection) -> str:
@@ -197,7 +183,7 @@ def _units(detection: Detection) -> str:
         f"<td>{escape(same[0].kind)}</td>"
         f'<td>{breaking(same[0].class_)}</td><td class="n">{len(same[0].fqns)}</td>'
         f'<td class="n">{same[0].parameters:,}</td></tr>'
-        for name, same in _alike(
+        for name, same in alike(
             units,
             lambda unit: unit.id,
             lambda unit: (unit.kind, unit.class_, len(unit.fqns), unit.parameters),
@@ -218,7 +204,7 @@ def _uneven(detection: Detection) -> str:
         f'<tr><th scope="row">{breaking(name)}</th><td class="n">{len(same)}</td>'
         f'<td class="n">{same[0].dim0:,}</td>'
         f'<td class="n">{amount(same[0].padding_bytes)}</td><td class="n">{same[0].empty_ranks}</td></tr>'
-        for name, same in _alike(
+        for name, same in alike(
             sorted(items, key=lambda item: -item.padding_bytes),
             lambda item: item.fqn,
             lambda item: (item.dim0, item.padding_bytes, item.empty_ranks),
