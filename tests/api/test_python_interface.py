@@ -179,9 +179,8 @@ def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFi
     assert "GPT2Block" in text
     assert "do not divide evenly over 7 ranks" in text
     shown = text.replace("<wbr>", "")
-    assert re.search(r'>transformer\.h\.\*</th><td[^>]*>12</td>', shown), "equal units are one row"
+    assert re.search(r">transformer\.h\.\*</th><td[^>]*>12</td>", shown), "equal units are one row"
     assert "transformer.h.3.mlp" not in shown
-    assert "transformers/models/gpt2/modeling_gpt2.py:" in shown
     assert "site-packages" not in shown
     assert run(["detect", "gpt2:small", "-o", str(page)]) == 2, "an existing file needs --force"
     assert run(["detect", "gpt2:small", "-o", str(tmp_path / "x.txt")]) == 2
