@@ -272,11 +272,6 @@ def _lookup(module: nn.Embedding, first: int, group: TensorGroup) -> Callable[[T
     return lookup
 
 
-def partial_names(placements: Sequence[Placement]) -> frozenset[str]:
-    """Return the parameters whose gradients are summed over the group after backward."""
-    return frozenset(item.fqn for item in placements if item.partial_gradient)
-
-
 def by_name(placements: Sequence[Placement]) -> Mapping[str, Placement]:
     """Return the placements by parameter name, every name of a tied parameter included."""
     return {name: item for item in placements for name in (item.fqn, *item.aliases)}

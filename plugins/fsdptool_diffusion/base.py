@@ -152,8 +152,6 @@ class Denoiser(DiffusersFamily):
         "target_timestep",
         "vision_timesteps",
     )
-    discrete = False
-    """Whether time is an integer step (epsilon and v-prediction) instead of a fraction."""
     patch_key: str | None = "patch_size"
     """Key of the latents per token, each way; None where it means something else. Not read if packed."""
     native_key: str | None = "sample_size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fsdptool.config.migrate import repair, write_across
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.files.tree import ParseError, parse_toml, to_python
-from fsdptool.planning.request.inputs import read_request_settings
+from fsdptool.planning import Options, read_request
 from fsdptool.records.sharding import FsdpSettings
 
 JOB = """\
@@ -102,8 +103,10 @@ def test_it_is_found_planned_from_and_migrated(
     (tmp_path / "Cargo.toml").write_text("[package]\nname = 'p'\n[dependencies]\n")
     assert run(["validate", "."]) == 0
     assert "1 file: no errors, no warnings; 1 of other programs skipped" in capsys.readouterr().out
-    settings, findings = read_request_settings(tmp_path / "job.toml")
-    assert settings == read_settings(JOB).settings and findings == ()
+    request = read_request(Options(reference="llama3:8b", config="job.toml", gpu="H100-80GB-SXM"))
+    settings = request.inputs.settings
+    # A plan has a number of processes, which the file leaves open.
+    assert replace(settings, num_processes=None) == read_settings(JOB).settings and request.diagnostics == ()
     assert run(["migrate", "job.toml", "--to", "accelerate"]) == 0
     assert read_settings(capsys.readouterr().out).require().mesh == settings.mesh
 

@@ -215,8 +215,9 @@ def test_a_plan_from_a_command_line_stays_below_the_roots(tmp_path: Path) -> Non
     (root / "run.sh").write_text(LINE.format("../secret.yaml"))
     code = (
         "import sys\nfrom pathlib import Path\nfrom fsdptool.web import worker\n"
-        "from fsdptool.planning.request.inputs import read_request_settings\n"
-        "def read(self):\n  try:\n    print(read_request_settings(Path(sys.argv[2])), file=sys.stderr)\n"
+        "from fsdptool.planning import read_request\n"
+        "def read(self):\n  try:\n    given = {'reference': 'llama3:8b', 'config': Path(sys.argv[2])}\n"
+        "    print(read_request({**given, 'gpu': 'H100-80GB-SXM', 'gpus': 2}), file=sys.stderr)\n"
         "  except Exception as error:\n    print(error.message, file=sys.stderr)\n"
         "worker._Worker.serve = read\nworker._Worker.read = lambda *_: None\n"
         "worker.main(lambda: None, sys.argv[1:2])\n"

@@ -351,17 +351,6 @@ def _settings(
     return set_fields(settings, settings_of(options, "settings")), diagnostics
 
 
-def read_request_settings(path: Path) -> tuple[FsdpSettings, tuple[Diagnostic, ...]]:
-    """Return the settings in a file of any dialect, and the findings in it.
-
-    Raises:
-        ConfigError: The file has errors, or no settings.
-    """
-    reading = _read(path)
-    assert reading.settings is not None
-    return reading.settings, tuple(reading.diagnostics)
-
-
 def _read(path: Path) -> Reading:
     """Return the reading of a file without errors."""
     from fsdptool.config import read_settings
