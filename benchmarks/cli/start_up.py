@@ -12,14 +12,14 @@ import argparse
 import json
 import os
 import platform
-import random
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from child_time import alternate
 
 LIMIT = 1.5
 FILE = """\
@@ -56,16 +56,6 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 """Command to its arguments and the libraries that it imports besides typer (whose help uses rich)."""
 
 
-def cpu_seconds(command: list[str], folder: Path) -> float:
-    """Run a command and return the CPU seconds it took; it must succeed."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode != 0:
-        raise SystemExit(f"{command} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def main() -> int:
     """Measure and print the result."""
     parser = argparse.ArgumentParser()
@@ -82,15 +72,10 @@ def main() -> int:
             help_only = arguments if arguments == ["--help"] else []
             runs[title, "fsdptool"] = [sys.executable, "-m", "fsdptool", *arguments]
             runs[title, "minimal"] = [sys.executable, str(script), *help_only]
-        taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-        for turn in range(options.repeat + 1):
-            for key in random.sample(list(runs), len(runs)):
-                seconds = cpu_seconds(runs[key], folder)
-                if turn:  # the first one fills the caches
-                    taken[key].append(seconds)
+        taken = alternate(runs, folder, options.repeat)
     rows = {}
     for title in COMMANDS:
-        own, minimal = (statistics.median(taken[title, side]) for side in ("fsdptool", "minimal"))
+        own, minimal = (taken[title, side] for side in ("fsdptool", "minimal"))
         rows[title] = {
             "fsdptool": round(own, 4),
             "minimal": round(minimal, 4),

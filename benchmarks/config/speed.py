@@ -13,14 +13,14 @@ import argparse
 import json
 import os
 import platform
-import random
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from child_time import alternate
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schemas" / "accelerate-fsdp2.schema.json"
@@ -59,27 +59,6 @@ def main(files: Annotated[list[Path], typer.Argument()], schema: Annotated[Path,
 
 typer.run(main)
 """
-
-
-def cpu_seconds(command: list[str], folder: Path) -> float:
-    """Run a command and return the CPU seconds it took; it must succeed."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode != 0:
-        raise SystemExit(f"{command[0]} failed: {done.stdout[-500:]}{done.stderr[-500:]}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def alternate(commands: dict[str, list[str]], folder: Path, repeat: int) -> dict[str, float]:
-    """Return the median CPU seconds of each command; the commands take turns in random order."""
-    taken: dict[str, list[float]] = {name: [] for name in commands}
-    for name in commands:
-        cpu_seconds(commands[name], folder)
-    for _ in range(repeat):
-        for name in random.sample(list(commands), len(commands)):
-            taken[name].append(cpu_seconds(commands[name], folder))
-    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def main() -> int:

@@ -126,18 +126,26 @@ def start(host: str, line: str, log: Path) -> subprocess.Popen[str]:
         )
 
 
+def launch_command(work: Path, name: str) -> list[str]:
+    """Return ``fsdptool launch`` for a run below the folder."""
+    inputs = [str(work / "recipe.yaml"), "--config", str(work / "two.yaml")]
+    return [sys.executable, "-m", "fsdptool", "launch", *inputs, "-o", str(work / name)]
+
+
+def facts(benchmark: str) -> dict[str, Any]:
+    """Return the head of a result: the versions and the machine."""
+    return {
+        "benchmark": f"launch/{benchmark}",
+        "tool_version": tool_version(),
+        "libraries": library_versions(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": platform.machine()},
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
 def printed_lines(work: Path, name: str, host: str) -> list[str]:
     """Return what ``fsdptool launch`` prints."""
-    argv = [
-        sys.executable,
-        "-m",
-        "fsdptool",
-        "launch",
-        str(work / "recipe.yaml"),
-        "--config",
-        str(work / "two.yaml"),
-    ]
-    argv += ["-o", str(work / name), "--host", host, "--launch-id", name, "--timeout", f"{TIMEOUT:g}"]
+    argv = [*launch_command(work, name), "--host", host, "--launch-id", name, "--timeout", f"{TIMEOUT:g}"]
     said = subprocess.run(argv, check=True, capture_output=True, text=True)
     return said.stdout.splitlines()
 
@@ -228,11 +236,7 @@ def main() -> int:
         for item in results
     )
     result = {
-        "benchmark": "launch/hosts",
-        "tool_version": tool_version(),
-        "libraries": library_versions(),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": platform.machine()},
-        "load_average": [round(value, 1) for value in os.getloadavg()],
+        **facts("hosts"),
         "hosts": "two network namespaces joined by a veth pair, one process on each, one file system",
         "collective_timeout_seconds": TIMEOUT,
         "bound_seconds": bound,

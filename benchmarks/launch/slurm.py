@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -28,10 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hosts import ADDRESSES, CONFIG, HOSTS, MODEL, join_hosts, part_hosts, steps
+from hosts import ADDRESSES, CONFIG, HOSTS, MODEL, facts, join_hosts, launch_command, part_hosts, steps
 
 from fsdptool.launch.slurm import SIGNAL_LEAD_SECONDS
-from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.runs.events import event_path, read_lines
 from fsdptool.runs.manifest import list_checkpoints, read_manifest
 
@@ -187,24 +185,8 @@ def running_cluster(work: Path) -> Iterator[Cluster]:
 
 def write_script(work: Path, name: str, minutes: int) -> Path:
     """Let ``fsdptool launch --slurm`` write the job."""
-    argv = [
-        sys.executable,
-        "-m",
-        "fsdptool",
-        "launch",
-        str(work / "recipe.yaml"),
-        "--config",
-        str(work / "two.yaml"),
-    ]
-    argv += [
-        "-o",
-        str(work / name),
-        "--slurm",
-        "--script",
-        str(work / f"{name}.sh"),
-        "--time",
-        f"00:{minutes:02d}:00",
-    ]
+    argv = launch_command(work, name)
+    argv += ["--slurm", "--script", str(work / f"{name}.sh"), "--time", f"00:{minutes:02d}:00"]
     argv += ["--cpus-per-task", "2", "--setup", f"cd {work}"]
     subprocess.run(argv, check=True, capture_output=True)
     return work / f"{name}.sh"
@@ -291,11 +273,7 @@ def main() -> int:
     (work / "text.txt").write_text(" ".join(f"The {n}th sentence says {n * n % 97}." for n in range(4000)))
     (work / "two.yaml").write_text(CONFIG.replace("num_machines: 1", "num_machines: 2"))
     result: dict[str, Any] = {
-        "benchmark": "launch/slurm",
-        "tool_version": tool_version(),
-        "libraries": library_versions(),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "processor": platform.machine()},
-        "load_average": [round(value, 1) for value in os.getloadavg()],
+        **facts("slurm"),
         "nodes": "two slurmd in network namespaces joined by a veth pair, one rank on each, one file system",
     }
     with running_cluster(work) as cluster:

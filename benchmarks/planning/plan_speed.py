@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
-import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from child_time import cpu_seconds
 from results_file import write_results
 
 import fsdptool
@@ -40,15 +41,10 @@ CASES: dict[str, list[str]] = {
 
 def seconds(arguments: list[str], cache: str) -> float:
     """Return the processor seconds of one Python process."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "FSDPTOOL_CACHE": cache}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
     # 1: the plan does not fit; 5: it is unknown. Both are answers.
-    if done.returncode not in (0, 1, 5):
-        raise RuntimeError(done.stderr.decode(errors="replace"))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_seconds([sys.executable, *arguments], environment=environment, answers=(0, 1, 5))[0]
 
 
 def main() -> None:

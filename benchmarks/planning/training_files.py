@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from child_time import cpu_seconds
 from results_file import write_results
 
 from fsdptool.config.described import describe_path
@@ -79,13 +81,11 @@ def planned(path: Path) -> dict[str, Any]:
     hardware = f"{nodes} x {gpus}" if nodes > 1 else str(gpus)
     row: dict[str, Any] = {"gpus": hardware}
     for _ in ("first", "from the cache"):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+            seconds, done = cpu_seconds(command, answers=None, limit=SECONDS)
         except subprocess.TimeoutExpired:
             return {**row, "status": "timeout", "reason": f"no plan within {SECONDS} s"}
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        row["cpu_seconds"] = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2)
+        row["cpu_seconds"] = round(seconds, 2)
     if done.returncode not in (0, 1, 5) or not done.stdout:
         said = done.stderr.strip().splitlines()
         errors = (line for line in said if line.startswith(("error: ", "internal error: ")))
