@@ -18,7 +18,7 @@ from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
-from fsdptool.config.shell_variables import substituted
+from fsdptool.config.shell_variables import substituted, tasks_of_srun
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -435,7 +435,8 @@ def _launch(
             flags["num_gpus"] = named.count(",") + 1
         launch = replace(launch, processes=_product(flags, "num_gpus", "num_nodes"), deepspeed=True)
     elif command.program == "python" and script is not None and command.verb == "":
-        launch = replace(launch, processes=1)
+        slurm, tasks = tasks_of_srun(text, command.start)
+        launch = replace(launch, processes=tasks if slurm else 1)
     elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
         launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
     per_node = integer(environment.get("NPROC_PER_NODE"))

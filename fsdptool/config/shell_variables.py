@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,12 @@ _PARAMETER = re.compile(rf"({_NAME}|\d)(?:\[(\d+|[@*])\])?(.*)", re.DOTALL)
 _PLAIN = re.compile(rf"\$({_NAME}|\d)")
 _EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
 _EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/]*)["\']?\s*\]+')
+_DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
+_BATCH_OPTION = re.compile(
+    r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.-]{1,32})"
+    r"|-([Nnc])\s*(\d[\d-]{0,16}))"
+)
+_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task"}
 _LONGEST = 20_000
 """Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
 _SHELL, _SOURCED = (".sh", ".bash", ".env"), 20
@@ -70,7 +76,7 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
     """
     if ("$" not in text and "`" not in text) or len(text) > _MOST:
         return text
-    script = _Script(files)
+    script = _Script(files, batch_variables(text))
     pieces: list[str] = []
     last, size = 0, 0
     for start, end in spans_of(text):
@@ -83,11 +89,72 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
     return "".join((*pieces, text[last:]))
 
 
+def batch_variables(text: str) -> dict[str, str]:
+    """Return the variables that Slurm sets for a batch script, from its ``#SBATCH`` lines.
+
+    Slurm's documentation of ``sbatch`` names them ("output environment variables"). A range of nodes leaves
+    open what depends on it. Lines after the first command are comments, as they are for Slurm.
+    """
+    asked: dict[str, str] = {}
+    for line in text.splitlines():
+        if (directive := _DIRECTIVE.match(line)) is not None:
+            asked |= _batch_options(directive[1])
+        elif line.strip() and not line.lstrip().startswith("#"):
+            break
+    if asked and not asked.keys() & {"nodes", "ntasks"}:
+        asked["nodes"] = "1"
+    nodes, tasks = _count(asked.get("nodes")), _tasks(asked)
+    gpus = re.fullmatch(
+        r"(?:gpu:)?(?:[\w.-]+:)?(\d{1,6})", asked.get("gpus-per-node") or asked.get("gres", "")
+    )
+    found = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
+        "SLURM_NTASKS_PER_NODE": _count(asked.get("ntasks-per-node")),
+        "SLURM_GPUS_ON_NODE": int(gpus[1]) if gpus is not None else None,
+        "SLURM_GPUS_PER_NODE": _count(asked.get("gpus-per-node")),
+        "SLURM_CPUS_PER_TASK": _count(asked.get("cpus-per-task")),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def tasks_of_srun(text: str, start: int) -> tuple[bool, int | None]:
+    """Return whether ``srun`` starts the command at ``start`` of a script, and how often; None: not known.
+
+    Options of ``srun`` come before those of the batch script.
+    """
+    line = re.split(r"(?<!\\)[\n;&|]", text[:start].replace("\\\n", "  "))[-1]
+    started = re.search(r"(?:^|\s)srun\s(.*)", line)
+    if started is None:
+        return False, None
+    batch = batch_variables(text)
+    outer = {"nodes": batch.get("SLURM_NNODES"), "ntasks-per-node": batch.get("SLURM_NTASKS_PER_NODE")}
+    given = _batch_options(started[1])
+    tasks = (
+        _tasks({name: value for name, value in outer.items() if value is not None} | given) if given else None
+    )
+    return True, tasks if tasks is not None else _count(batch.get("SLURM_NTASKS"))
+
+
+def _batch_options(text: str) -> dict[str, str]:
+    return {found[1] or _SHORT[found[3]]: found[2] or found[4] for found in _BATCH_OPTION.finditer(text)}
+
+
+def _tasks(asked: Mapping[str, str]) -> int | None:
+    nodes, each = _count(asked.get("nodes")), _count(asked.get("ntasks-per-node"))
+    total = _count(asked.get("ntasks"))
+    return total if total is not None or nodes is None or each is None else nodes * each
+
+
+def _count(value: str | None) -> int | None:
+    return int(value) if value is not None and value.isascii() and value.isdigit() else None
+
+
 class _Script:
     """The variables at one place of a script."""
 
-    def __init__(self, files: NamedFiles | None) -> None:
-        self.blocks = [_Block("script")]
+    def __init__(self, files: NamedFiles | None, batch: Mapping[str, str]) -> None:
+        self.blocks = [_Block("script", dict(batch))]
         self.files = files
         self.sourced = 0
 

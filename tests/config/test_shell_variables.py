@@ -11,7 +11,7 @@ import pytest
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.here_documents import here_documents
 from fsdptool.config.shell import words_of
-from fsdptool.config.shell_variables import substituted
+from fsdptool.config.shell_variables import substituted, tasks_of_srun
 
 SOURCED = 'A=8\nB=${A}0; if [ -z "$C" ]; then C=set; fi\nexport D="two words"\ntouch ran\n'
 
@@ -178,3 +178,34 @@ def test_here_documents_are_the_files_that_bash_writes(tmp_path: Path) -> None:
     found = here_documents(WRITTEN, substituted(WRITTEN))
     assert set(found) == {"a.yaml", "out/b.json", "c d.yml", "open.yaml"}
     assert found == {name: (tmp_path / name).read_text() for name in found}
+
+
+@pytest.mark.parametrize(
+    ("asked", "value"),
+    [
+        ("#SBATCH --nodes=2 --ntasks-per-node 1 # one launcher each\n#SBATCH --gpus-per-node=8", "2 8 2"),
+        ("#SBATCH -N4\n\n# a comment\n#SBATCH -n 16 --gres=gpu:a100:4", "4 4 16"),
+        ("#SBATCH --gres gpu:2", "1 2 $SLURM_NTASKS"),
+        ("#SBATCH -N 2-4 --gpus-per-node=h100:8", "$SLURM_NNODES 8 $SLURM_NTASKS"),
+        ("#SBATCH -N 2\nset -e\n#SBATCH -N 9", "2 $SLURM_GPUS_ON_NODE $SLURM_NTASKS"),
+        ("set -e\n#SBATCH -N 9", "$SLURM_NNODES $SLURM_GPUS_ON_NODE $SLURM_NTASKS"),
+    ],
+)
+def test_slurm_sets_what_a_batch_script_asks_for(asked: str, value: str) -> None:
+    said = words(f"#!/bin/bash\n{asked}\necho $SLURM_NNODES $SLURM_GPUS_ON_NODE $SLURM_NTASKS")
+    assert " ".join(said[1:]) == value
+
+
+@pytest.mark.parametrize(
+    ("command", "tasks"),
+    [
+        ("srun python t.py", (True, 16)),
+        ("srun --ntasks=4 \\\n  --mem=0 \\\n  python t.py", (True, 4)),
+        ("srun --ntasks-per-node 1 bash -c 'python t.py'", (True, 2)),
+        ("srun --nodes=1 hostname; python t.py", (False, None)),
+        ("python t.py", (False, None)),
+    ],
+)
+def test_srun_starts_a_command_once_for_each_task(command: str, tasks: tuple[bool, int | None]) -> None:
+    text = f"#SBATCH -N2 --ntasks-per-node=8\n{command}"
+    assert tasks_of_srun(text, text.index("python")) == tasks
