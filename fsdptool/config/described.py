@@ -105,12 +105,11 @@ def describe_written(
             form = form or sniff_dialect(text)
             if form is not None and form.name == "flags":
                 source = replace(source, text=text)
-    if form is not None and form.name == "flags":
-        found = _of_command(source, files, program)
-    else:
-        found = _of_file(source, files, program)
+    flags = form is not None and form.name == "flags"
+    found = (_of_command if flags else _of_file)(source, files, program)
     if found is None:
-        return None, {}
+        own = _of_own_script(source.text, files) if flags and program is None else None
+        return (_with_family(own) if own is not None else None), {}
     reader, file = found
     if version is not None and reader.name == version[0]:
         file = replace(file, version=version[1])
@@ -287,6 +286,26 @@ def _of_command(
             groups=dict(groups),
             added=tuple(found.group(1) for found in map(_ADDED.match, words) if found is not None),
         )
+    return None
+
+
+def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
+    """Return the run of a script that belongs to no program, and that a command line starts."""
+    from fsdptool.config.script_runs import describe_script
+
+    for command in find_commands(text):
+        if command.script is None:
+            continue
+        name = str(command.script.value)
+        launch, words = _launch(text, command, files, {})
+        try:
+            script = files.read(name if name.endswith(SCRIPTS) else f"{name.replace('.', '/')}.py", SCRIPTS)
+        except UnreadableError:
+            continue
+        run = describe_script(script, words, launch) if isinstance(script, SourceText) else None
+        if run is not None:
+            problems = (*run.problems, *launch.problems)
+            return replace(run, problems=problems, unresolved=(*run.unresolved, *launch.problems))
     return None
 
 

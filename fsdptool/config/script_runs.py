@@ -67,20 +67,24 @@ _STAND_INS: tuple[Any, ...] = (
 )  # fmt: skip
 """What stands in turn for a value that cannot be read, to find the facts that change with it."""
 _OF_WHOLE_RUN = frozenset({"steps", "epochs", "processes"})
+_UNSAID = Launch()
 
 
-def describe_script(source: SourceText, words: Sequence[str] = ()) -> DescribedRun | None:
+def describe_script(
+    source: SourceText, words: Sequence[str] = (), launch: Launch = _UNSAID
+) -> DescribedRun | None:
     """Return the run that a script starts; None where it starts none that is known.
 
     Args:
         source: The script, or a notebook.
         words: The arguments that it is started with; defaults count for the others.
+        launch: What starts it.
 
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
     """
     script = read_script_run(source, words)
-    return described(script, source.path) if script is not None else None
+    return described(script, source.path, launch) if script is not None else None
 
 
 def script_settings(source: SourceText, words: Sequence[str] = ()) -> tuple[EffectiveSetting, ...]:
@@ -101,17 +105,23 @@ def _effective(item: Setting) -> EffectiveSetting:
     return EffectiveSetting(item.name, value, origin, item.line)
 
 
-def described(script: ScriptRun, path: str | None) -> DescribedRun:
+def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> DescribedRun:
     """Return the run of the settings of a script; ``path`` is its file."""
+    given = _of_launch(script, launch)
+    script = replace(
+        script,
+        fsdp=launch.fsdp or "none" if given and script.fsdp is None else script.fsdp,
+        processes=script.processes or launch.processes,
+    )
     unread = {key: item for key, item in script.settings.items() if item.unread is not None}
-    data = {key: item.value for key, item in script.settings.items() if key not in unread}
-    run = _described(script, data, path)
+    data = given | {key: item.value for key, item in script.settings.items() if key not in unread}
+    run = _described(script, data, path, launch)
     limits: list[UnmodelledKey] = []
     open_facts: set[str] = set()
     inert: list[str] = []
     problems: list[str] = []
     for key, item in unread.items():
-        changed = _decided_by(script, data, key, path)
+        changed = _decided_by(script, data, key, path, launch)
         if key in _MEMORY or key.startswith("config.") or changed - _OF_WHOLE_RUN:
             open_facts |= changed
             decided = ("family", "model") if key.startswith("config.") else tuple(sorted(changed))
@@ -173,13 +183,38 @@ def _is_other(key: str) -> bool:
     return "." in key and not key.startswith(("fsdp_config.", "mesh."))
 
 
-def _decided_by(script: ScriptRun, data: Mapping[str, Any], key: str, path: str | None) -> set[str]:
+def _of_launch(script: ScriptRun, launch: Launch) -> dict[str, Any]:
+    """Return what ``Accelerator`` takes from ``accelerate launch``, as settings of the script.
+
+    A plugin of the script replaces FSDP's settings (accelerate 1.15 ``accelerator.py``).
+    """
+    if script.form != "accelerate" or launch.program != "accelerate":
+        return {}
+    found: dict[str, Any] = {"mixed_precision": launch.mixed_precision}
+    if script.fsdp is None and launch.fsdp is not None:
+        found |= {
+            "wrap_classes": list(launch.wrap_classes or ()) or None,
+            "reshard_after_forward": launch.reshard,
+            "cpu_offload": launch.cpu_offload or None,
+            "gradient_checkpointing": launch.checkpointing or None,
+        }
+        if launch.mesh is not None:
+            found |= {
+                f"mesh.{name}": getattr(launch.mesh, name)
+                for name in ("dp_replicate", "dp_shard", "cp", "tp")
+            }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _decided_by(
+    script: ScriptRun, data: Mapping[str, Any], key: str, path: str | None, launch: Launch
+) -> set[str]:
     """Return the facts that change with a setting whose value is not known."""
     if _is_other(key):
         return set()
     seen: dict[str, set[str]] = {}
     for value in _STAND_INS:
-        for name, fact in _facts(_described(script, {**data, key: value}, path)).items():
+        for name, fact in _facts(_described(script, {**data, key: value}, path, launch)).items():
             seen.setdefault(name, set()).add(repr(fact))
     return {name for name, values in seen.items() if len(values) > 1}
 
@@ -190,7 +225,7 @@ def _facts(run: DescribedRun) -> dict[str, Any]:
     return facts | {f"mesh.{item.name}": getattr(mesh, item.name) for item in fields(mesh)}
 
 
-def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None) -> DescribedRun:
+def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None, launch: Launch) -> DescribedRun:
     """Return the run of settings whose values are known."""
     nested: dict[str, Any] = {}
     for key, value in data.items():
@@ -199,7 +234,7 @@ def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None) -> 
             nested.setdefault(section, {})[last] = value
         elif not dot and key != "model class":
             nested[key] = value
-    launch = Launch(verb=script.objective or "", processes=script.processes)
+    launch = replace(launch, verb=script.objective or "", script="", processes=script.processes)
     if script.form == "trl":
         from fsdptool.config.dialects.trl.run import describe
 

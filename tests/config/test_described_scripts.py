@@ -333,3 +333,81 @@ def test_the_size_of_pictures_follows_the_script(script: str, flags: str, sides:
     run = described(f"accelerate launch {script}.py --pretrained_model_name_or_path $MODEL {flags}")
     assert (run.height, run.width) == sides
     assert run.problems == ("pretrained_model_name_or_path: $MODEL is a variable, which is not resolved",)
+
+
+LOOP = """
+import argparse, torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--batch-size", type=int, default=1)
+    args = p.parse_args()
+    accelerator = Accelerator(gradient_accumulation_steps=2PRECISION)
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B")
+    loader = DataLoader(dataset(), batch_size=args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+
+main()
+"""
+ACCELERATE = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config:
+  fsdp_version: 2
+  fsdp_transformer_layer_cls_to_wrap: Qwen2DecoderLayer
+  fsdp_reshard_after_forward: false
+  fsdp_activation_checkpointing: true
+"""
+TRAINER = """
+import sys
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B")
+args = TrainingArguments(output_dir="o", per_device_train_batch_size=4, bf16=True)
+Trainer(model=model, args=args, train_dataset=None).train()
+"""
+
+
+@pytest.mark.parametrize(("precision", "compute"), [("", "bf16"), (', mixed_precision="no"', "fp32")])
+def test_a_command_starts_a_persons_own_loop(tmp_path: Path, precision: str, compute: str) -> None:
+    """The launcher shards, and the script's own arguments decide."""
+    (tmp_path / "loop.py").write_text(LOOP.replace("PRECISION", precision))
+    (tmp_path / "acc.yaml").write_text(ACCELERATE)
+    start = tmp_path / "start.sh"
+    start.write_text("B=4\naccelerate launch --config_file acc.yaml loop.py --batch-size $B\n")
+    run = describe_path(start)
+    assert run is not None
+    assert (run.program, run.family, run.processes, run.fsdp) == ("accelerate", "qwen2.5:1.5b", 8, 2)
+    assert (run.micro_batch, run.accumulation, run.global_batch) == (4, 2, 64)
+    assert (run.compute_dtype, run.reshard, run.gradient_checkpointing) == (compute, False, "full")
+    assert run.wrap_classes == ("Qwen2DecoderLayer",)
+    assert run.unresolved == ()
+    alone = describe_path(tmp_path / "loop.py")
+    assert alone is not None
+    assert (alone.micro_batch, alone.fsdp) == (1, None), "the launcher decides"
+
+
+def test_a_batch_script_starts_a_persons_own_trainer(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TRAINER)
+    job = tmp_path / "job.sbatch"
+    job.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=8\n"
+        "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE mine.py --unknown 3\n"
+    )
+    run = describe_path(job)
+    assert run is not None
+    assert (run.processes, run.fsdp, run.micro_batch, run.global_batch) == (16, "none", 4, 64)
+
+
+@pytest.mark.parametrize("named", ["/absent/mine.py", "absent.py", "$SCRIPT"])
+def test_a_script_that_is_not_there_starts_no_known_run(tmp_path: Path, named: str) -> None:
+    (tmp_path / "mine.py").write_text(TRAINER)
+    (tmp_path / "start.sh").write_text(f"torchrun --nproc_per_node 2 {named}\n")
+    assert describe_path(tmp_path / "start.sh") is None
