@@ -522,6 +522,8 @@ def test_migrating_a_line_names_the_file_to_migrate(folder: Path) -> None:
     path = written(folder, "accelerate launch --config_file fsdp1.yaml --num_processes 2 t.py\n")
     refused = migrate_file(path)
     assert refused.after is None and refused.refusal == "the settings are in fsdp1.yaml"
+    judged = [item.help for item in read_settings(path).diagnostics if item.code == "FSD301"]
+    assert judged == ["the settings are in another file: fsdptool migrate fsdp1.yaml"]
     whole = migrate_file(path, to="accelerate")
     assert (
         whole.after is not None and "num_processes: 2" in whole.after and "LlamaDecoderLayer" in whole.after

@@ -645,4 +645,8 @@ def _refusal(lint: LintContext) -> str | None:
             )
         if isinstance(machines, int) and machines > 1 and not hybrid_mesh(processes, machines):
             return "hybrid sharding requires num_processes, a multiple of num_machines, for its mesh"
+    entries = (fact.entry for fact in lint.facts.values() if fact.entry is not None)
+    named = next((entry.key_node.file for entry in entries if entry.key_node.file is not None), None)
+    if named is not None:
+        return f"the settings are in another file: fsdptool migrate {named.source.path}"
     return None
