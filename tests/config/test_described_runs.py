@@ -373,3 +373,20 @@ def test_float8_of_torchtitan_needs_its_converter() -> None:
     without, with_it = (described(text.format(value)) for value in ("[]", "['quantize.linear.float8']"))
     assert key in without.keys.no_effect
     assert key in {item.key for item in with_it.keys.not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("script", "side", "batch"),
+    [
+        ("text_to_image_sdxl", 1024, 16),
+        ("dreambooth_lora_sdxl", 1024, 4),
+        ("instruct_pix2pix_sdxl", 256, 16),
+        ("dreambooth_lora_sd3", 512, 4),
+    ],
+)
+def test_scripts_of_diffusers_have_defaults_of_their_own(script: str, side: int, batch: int) -> None:
+    data = "--instance_data_dir d --instance_prompt p" if "dreambooth" in script else "--dataset_name d"
+    run = described(
+        f"accelerate launch train_{script}.py --pretrained_model_name_or_path m/n {data} --output_dir o\n"
+    )
+    assert (run.program, run.height, run.width, run.micro_batch) == ("diffusers", side, side, batch)

@@ -68,13 +68,17 @@ TARGETS = {
     "": ("to_k", "to_q", "to_v", "to_out.0"),
 }  # fmt: skip
 """Part of a script's name, and the modules that it adapts; the first that fits counts."""
-EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1}
+EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1, "instruct_pix2pix": 100, "lcm_distill": 100}
 _COGVIDEO = "examples/cogvideo/train_cogvideox_lora.py"
 CLIP = {"height": (480, _COGVIDEO), "width": (720, _COGVIDEO), "max_num_frames": (49, _COGVIDEO)}
 """Sizes of a clip that CogVideoX is trained on, where the command names none."""
 BESIDE = ("controlnet", "t2i_adapter", "ip_adapter", "textual_inversion", "custom_diffusion", "lcm_distill")
 """Parts of the names of scripts that train something beside the model, and keep that frozen."""
-SIDES = {"text_to_image_lora_sdxl": 1024}
+SIDES = {
+    **dict.fromkeys(("text_to_image_lora_sdxl", "text_to_image_sdxl", "dreambooth_lora_sdxl"), 1024),
+    "lcm_distill_sdxl": 1024,
+    "instruct_pix2pix": 256,
+}
 """Part of a script's name, and its default resolution where that is not 512."""
-BATCHES = {"text_to_image": 16}
+BATCHES = {"text_to_image": 16, "instruct_pix2pix": 16, "lcm_distill": 16}
 """Part of a script's name, and its default where that differs."""
