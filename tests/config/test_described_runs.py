@@ -390,3 +390,9 @@ def test_scripts_of_diffusers_have_defaults_of_their_own(script: str, side: int,
         f"accelerate launch train_{script}.py --pretrained_model_name_or_path m/n {data} --output_dir o\n"
     )
     assert (run.program, run.height, run.width, run.micro_batch) == ("diffusers", side, side, batch)
+
+
+def test_small_flavours_of_torchtitans_deepseek_are_those_of_its_second_version() -> None:
+    text = "[job]\ndump_folder = 'o'\n[model]\nname = 'deepseek_v3'\nflavor = '16B'\n"
+    text += "[training]\nseq_len = 64\n[activation_checkpoint]\nmode = 'full'\n"
+    assert described(text).family == "deepseek-v2:lite"

@@ -99,6 +99,7 @@ FAMILIES = {
     ("qwen3", "30b-a3b"): "qwen3-moe:30b-a3b", ("qwen3", "235b-a22b"): "qwen3-moe:235b-a22b",
     ("qwen2", "7b"): "qwen2.5:7b", ("qwen2", "0.5b"): "qwen2.5:0.5b", ("qwen2", "1.5b"): "qwen2.5:1.5b",
     ("qwen2", "3b"): "qwen2.5:3b", ("qwen2", "32b"): "qwen2.5:32b", ("qwen2", "72b"): "qwen2.5:72b",
+    ("deepseek_v3", "16b"): "deepseek-v2:lite", ("deepseek_v3", "236b"): "deepseek-v2:236b",
     ("deepseek_v3", "671b"): "deepseek-v3:671b", ("deepseek_v3", "kimi_k2"): "kimi-k2:instruct",
     ("gpt_oss", "20b"): "gpt-oss:20b", ("gpt_oss", "120b"): "gpt-oss:120b",
     ("flux", "flux-dev"): "flux.1:dev", ("flux", "flux-schnell"): "flux.1:schnell",
