@@ -20,7 +20,16 @@ from fsdptool.files.text import UnreadableError, open_regular
 from fsdptool.files.values import check, count, moment, number, read_own_json
 from fsdptool.records.codec import from_json
 from fsdptool.records.plan import Candidate
-from fsdptool.records.run import PhaseMemory, RankProgress, RunFailure, RunPhase, RunState, RunView
+from fsdptool.records.run import (
+    STEP_PHASES,
+    PhaseMemory,
+    RankProgress,
+    RunFailure,
+    RunPhase,
+    RunState,
+    RunView,
+)
+from fsdptool.records.trace import Component
 from fsdptool.runs.events import event_path, ranks_in, read_lines, records_after, tail_events
 from fsdptool.runs.folder import (
     CHECKPOINTS,
@@ -229,6 +238,12 @@ def _memory(
         known = [found for value in values if (found := count(value)) is not None]
         if known:
             measured[name] = max(known)
+    if plan and RunPhase.SAVE not in measured:
+        # The copy of an asynchronous save comes into being with the first one.
+        staged = sum(item.bytes or 0 for item in plan.components if item.name == Component.STAGED)
+        for name in STEP_PHASES:
+            if (whole := predicted.get(name)) is not None:
+                predicted[name] = whole - staged
     if plan and not predicted and count(plan.allocated_peak_bytes):
         predicted = {"step": plan.allocated_peak_bytes}
     order = [phase.value for phase in RunPhase]

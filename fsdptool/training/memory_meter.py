@@ -65,6 +65,8 @@ class CudaMeter:
         yield
         self._read()
         self._last = self._seen
+        if step == 1:
+            self._moments[RunPhase.FIRST_STEP] = self._seen[0]
 
     @contextmanager
     def moment(self, name: RunPhase) -> Iterator[None]:
@@ -118,6 +120,8 @@ class CpuMeter:
         with self._profiled("step"):
             yield
         self._last = self._moments.pop("step")
+        if step == 1:  # of the run: a start from a checkpoint has its optimizer states
+            self._moments[RunPhase.FIRST_STEP] = self._last
 
     @contextmanager
     def moment(self, name: RunPhase) -> Iterator[None]:

@@ -19,7 +19,9 @@ import pytest
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.files.values import check
 from fsdptool.records.codec import to_json
-from fsdptool.records.run import RankProgress, Start, Summary
+from fsdptool.records.plan import Candidate, ComponentBytes, Phase, SearchPoint
+from fsdptool.records.run import RankProgress, RunPhase, Start, Summary
+from fsdptool.records.trace import Component
 from fsdptool.report.console.runs import sparkline
 from fsdptool.report.page.run import axis_ticks
 from fsdptool.runs.events import event_path
@@ -98,6 +100,36 @@ def test_a_live_run_has_an_eta_from_its_steps_and_the_ranks_own_total(locked: Fo
     assert view.measured_peak_bytes == 1001
     assert [(phase.name, phase.measured_bytes) for phase in view.memory] == [("backward", 1001)]
     assert view.nodes == ("here",)
+
+
+def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -> None:
+    point: dict[str, Any] = {
+        **{"cluster": 0, "layout": "native", "wrap_policy": "none", "wrap_classes": (), "micro_batch": 1},
+        **{"accumulation": 1, "checkpointing": "none", "reshard_after_forward": True, "dp_replicate": 1},
+        **{"dp_shard": 2, "cp": 1, "cpu_offload": False, "optimizer_implementation": "auto", "prefetch": 1},
+        **{"reduce_dtype": None, "gradients": "sharded"},
+    }
+    names = (
+        *("allocated_peak_bytes", "reserved_peak_bytes", "device_total_bytes", "usable_bytes", "slack_bytes"),
+        *("host_bytes_per_node", "peak", "step_seconds", "tokens_per_second", "rejected_by"),
+    )
+    fields: dict[str, Any] = {
+        **dict.fromkeys(names),
+        **{"id": "requested", "settings": SearchPoint(**point), "timeline": ()},
+        "components": (ComponentBytes(Component.STAGED, 10, "exact"),),
+        "phases": tuple(Phase(name, size, 0, 0, "exact", "") for name, size in PLANNED.items()),
+    }
+    candidate = Candidate(**fields)
+    (locked.path / "prediction.json").write_text(json.dumps(to_json(candidate)))
+    before = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
+    assert before == {"load": 5, "first step": 990, "backward": 1000, "save": 30}
+    locked.event(0, "memory", moments={"save": 30, "backward": 1010})
+    after = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
+    assert after == PLANNED
+
+
+PLANNED = {RunPhase.LOAD: 5, RunPhase.FIRST_STEP: 990, RunPhase.BACKWARD: 1010, RunPhase.SAVE: 30}
+"""Bytes of phases; the copy of a save has 10."""
 
 
 def test_a_run_on_another_machine_lives_while_its_ranks_write(folder: Folder) -> None:

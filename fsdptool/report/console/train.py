@@ -191,11 +191,15 @@ def closing_text(summary: Summary, folder: str, losses: list[float | None]) -> s
     if finite:
         lines.append(f"  loss         {finite[0]:.4f} -> {finite[-1]:.4f}")
     lines.append(f"  peak memory  predicted {amount(summary.predicted_peak_bytes)} per rank")
-    for rank, value in enumerate(summary.measured_peak_bytes):
+    # Ranks that were killed report neither their peaks nor the instrument; their steps are written down.
+    reported = any(value is not None for value in summary.measured_peak_bytes)
+    for rank, value in enumerate(summary.measured_peak_bytes if reported else ()):
         lines.append(f"               rank {rank} measured {amount(value)}")
     if summary.error_percent is not None:
-        lines.append(f"               error {round(summary.error_percent, 2) + 0.0:+.2f} %")
-    lines.append(f"  instrument   {summary.instrument}")
+        by_steps = "" if reported else ", by the steps of rank 0: no rank reported its peak"
+        lines.append(f"               error {round(summary.error_percent, 2) + 0.0:+.2f} %{by_steps}")
+    if reported:
+        lines.append(f"  instrument   {summary.instrument}")
     rates = summary.throughput
     if rates.get("step_seconds_median") is not None:
         tokens = rates.get("tokens_per_second")
