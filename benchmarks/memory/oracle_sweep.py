@@ -28,7 +28,7 @@ from matrix import FAMILIES
 from settings import Setting, inputs_of
 
 from fsdptool.families.registry import family_of
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.ledger import OPTIMIZER
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.memory.tracing import make_trace as building

@@ -478,7 +478,7 @@ FAULTS = (
     PlantedFault(
         "26",
         "weights of float8 layers are planned as if they were gathered in 16 bits",
-        "fsdptool/memory/simulation/collectives.py",
+        "fsdptool/memory/simulation/collective_bytes.py",
         "    gathered = 1 if plan.gathers_in_float8(unit, parameter, ranks) else width\n",
         "    gathered = width\n",
         _IN_GATHERS,

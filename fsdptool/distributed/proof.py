@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdptool.distributed.materialize import held_range
 from fsdptool.distributed.shard import local, managed_names, require, sharded_modules
-from fsdptool.memory.simulation.collectives import stored_dtype
+from fsdptool.memory.simulation.collective_bytes import stored_dtype
 from fsdptool.modeling.methods.quantised_layers import describe_base
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.mesh import ParallelDims

@@ -12,7 +12,7 @@ from fsdptool.errors import ConfigError, ModelError
 from fsdptool.families.registry import family_digest, family_of
 from fsdptool.garbage import without_gc
 from fsdptool.inspection.census import Census
-from fsdptool.inspection.wrap import choose, select
+from fsdptool.inspection.wrap_classes import choose, select
 from fsdptool.records.anatomy import Anatomy, Buffer, ModelSpec, Module, Parameter, Reference
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.diagnostic import Diagnostic, library_versions, tool_version

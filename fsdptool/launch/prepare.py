@@ -377,7 +377,7 @@ def _teacher(run: ResolvedRun, recipe_path: Path) -> tuple[ModelSpec | None, Uni
 def _check_libraries(recipe: Recipe) -> None:
     """Refuse what the installed libraries cannot train."""
     from fsdptool.modeling.methods import method_of
-    from fsdptool.modeling.optimizers import check_optimizer
+    from fsdptool.modeling.optimizer_costs import check_optimizer
 
     check_optimizer(recipe.optimizer)
     method_of(recipe).check_libraries(recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.ledger import OF_TRACE, OFFLOADED, Ledger
 from fsdptool.memory.simulation.off_step import States, host_bytes
 from fsdptool.memory.simulation.simulate import PreparedSimulation, Simulated, prepare, simulate

@@ -12,7 +12,7 @@ from fsdptool.inspection.api import cache_parts, decode, encode, resized
 from fsdptool.layout import group
 from fsdptool.modeling.methods import method_of
 from fsdptool.modeling.objective import objective_for
-from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.modeling.optimizer_costs import optimizer_spec
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import ModelChoice, Recipe

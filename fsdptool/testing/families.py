@@ -438,7 +438,7 @@ def _on_meta(family: Family, flavour: Flavour) -> nn.Module:
 def _structure(family: Family, flavour: Flavour, model: nn.Module) -> tuple[int, tuple[str, ...], list[str]]:
     from fsdptool.inspection.census import Census
     from fsdptool.inspection.walk import walk
-    from fsdptool.inspection.wrap import choose
+    from fsdptool.inspection.wrap_classes import choose
 
     walked = walk(model)
     census = Census(walked.modules, walked.parameters)

@@ -12,7 +12,7 @@ from torch import nn
 from fsdptool.inspection import inspect
 from fsdptool.inspection.census import Census, unit_plan
 from fsdptool.inspection.walk import walk
-from fsdptool.inspection.wrap import choose
+from fsdptool.inspection.wrap_classes import choose
 from fsdptool.records.anatomy import WrapChoice
 from fsdptool.source import resolve
 

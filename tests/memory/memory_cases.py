@@ -16,7 +16,7 @@ import fsdptool.memory.tracing.make_trace as building
 from fsdptool.families.objectives.packed_attention import under_masks
 from fsdptool.families.registry import family_of
 from fsdptool.inspection import inspect
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.simulate import prepare, simulate
 from fsdptool.modeling.objective import objective_for
 from fsdptool.modeling.resolve import resolve_run

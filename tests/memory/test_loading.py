@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdptool.memory.simulation.allocator import MIB, ReplayLedger
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.groups import Rank, cut
 from fsdptool.memory.simulation.ledger import BUFFERS, PARAMETERS, Block
 from fsdptool.memory.simulation.loading import ENCODED_AT_ONCE, play_loading

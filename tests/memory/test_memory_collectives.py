@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdptool.memory.simulation.collectives import (
+from fsdptool.memory.simulation.collective_bytes import (
     DEVICES,
     alike,
     copies_of_gradients,

@@ -13,7 +13,7 @@ from memory_cases import LLAMA, Case
 
 from fsdptool.inspection import inspect
 from fsdptool.memory import footprint
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.simulate import prepare
 from fsdptool.memory.tracing.make_trace import without_activations
 from fsdptool.modeling.resolve import resolve_run

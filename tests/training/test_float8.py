@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fsdptool.errors import ConfigError
-from fsdptool.memory.simulation.collectives import DEVICES
+from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.groups import cut
 from fsdptool.modeling.methods import float8
 from fsdptool.modeling.resolve import resolve_run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdptool.memory.simulation.collectives import (
+from fsdptool.memory.simulation.collective_bytes import (
     Reduction,
     gradient_block,
     reduction,

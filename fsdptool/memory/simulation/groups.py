@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdptool.memory.simulation.collectives import (
+from fsdptool.memory.simulation.collective_bytes import (
     MemoryDevice,
     Reduction,
     ShardedParameter,

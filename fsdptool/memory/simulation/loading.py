@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from fsdptool.memory.simulation.collectives import WIDTH, ShardedParameter, rounded, rounded_sum
+from fsdptool.memory.simulation.collective_bytes import WIDTH, ShardedParameter, rounded, rounded_sum
 from fsdptool.memory.simulation.groups import Rank, UnitShare
 from fsdptool.memory.simulation.ledger import PARAMETERS, REPLICATED, TEMPORARIES, Block, Ledger
 from fsdptool.records.recipe import Recipe

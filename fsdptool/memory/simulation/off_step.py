@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fsdptool.memory.simulation.collectives import (
+from fsdptool.memory.simulation.collective_bytes import (
     WIDTH,
     MemoryDevice,
     ShardedParameter,
@@ -38,7 +38,7 @@ from fsdptool.memory.simulation.ledger import (
 )
 from fsdptool.memory.simulation.loading import in_model_order, loading_temporaries
 from fsdptool.memory.simulation.program import program
-from fsdptool.modeling.optimizers import TrainedTensor, optimizer_spec
+from fsdptool.modeling.optimizer_costs import TrainedTensor, optimizer_spec
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdptool.memory.simulation.collectives import pinned, rounded
+from fsdptool.memory.simulation.collective_bytes import pinned, rounded
 from fsdptool.memory.simulation.ledger import Body
 from fsdptool.records.trace import KINDS, Marker, Repeat, Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fsdptool.memory.simulation.collectives import (
+from fsdptool.memory.simulation.collective_bytes import (
     WIDTH,
     MemoryDevice,
     alike,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdptool.memory.simulation.collectives import DEVICES, ShardedParameter, stored_dtype
+from fsdptool.memory.simulation.collective_bytes import DEVICES, ShardedParameter, stored_dtype
 from fsdptool.memory.simulation.groups import Rank
 from fsdptool.memory.simulation.off_step import States, least_bytes, rank_states
 from fsdptool.memory.simulation.program import traced_path

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdptool.errors import ConfigError
 from fsdptool.formatting import elapsed
-from fsdptool.modeling.optimizers import optimizer_spec
+from fsdptool.modeling.optimizer_costs import optimizer_spec
 from fsdptool.planning.candidate.assembly import refused
 from fsdptool.planning.candidate.estimator import Estimator
 from fsdptool.planning.candidate.verdict import HEADROOM

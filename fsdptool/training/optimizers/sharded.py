@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdptool.distributed.shard import grads_by_dtype, local, sharded_dimension, sharded_like
 from fsdptool.errors import ConfigError
 from fsdptool.modeling.methods.quantised_formats import load_kernels
-from fsdptool.modeling.optimizers import check_optimizer, optimizer_class, optimizer_spec
+from fsdptool.modeling.optimizer_costs import check_optimizer, optimizer_class, optimizer_spec
 from fsdptool.records.recipe import Optimizer, Schedule
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def decays(parameter: torch.Tensor) -> bool:
 
 
 class ShardedOptimizer:
-    """An optimizer that works on each rank's own rows; a subclass for each row of ``modeling/optimizers.py``.
+    """An optimizer that works on each rank's own rows; a subclass for each row of ``optimizer_costs.py``.
 
     AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
     DTensor dispatch (which costs seconds at the first step and microseconds per tensor later), and
