@@ -5,6 +5,7 @@ Nothing is imported or executed: files are parsed, variables and interpolations 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -292,6 +293,7 @@ def _of_command(
 def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
     """Return the run of a script that belongs to no program, and that a command line starts."""
     from fsdptool.config.script_runs import describe_script
+    from fsdptool.scripts.defaults import OF_CLASSES
 
     for command in find_commands(text):
         if command.script is None:
@@ -302,11 +304,38 @@ def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
             script = files.read(name if name.endswith(SCRIPTS) else f"{name.replace('.', '/')}.py", SCRIPTS)
         except UnreadableError:
             continue
-        run = describe_script(script, words, launch) if isinstance(script, SourceText) else None
+        if not isinstance(script, SourceText):
+            continue
+        if any(method in script.text for method in OF_CLASSES[1:]):
+            words = _with_file(words, files)
+        run = describe_script(script, words, launch)
         if run is not None:
             problems = (*run.problems, *launch.problems)
             return replace(run, problems=problems, unresolved=(*run.unresolved, *launch.problems))
     return None
+
+
+def _with_file(words: Sequence[str], files: NamedFiles) -> list[str]:
+    """Return the arguments of a script that fills classes from a file: those of the file, then the others.
+
+    Flags replace what the file says (TRL 1.16 ``trl_parser.py``).
+    """
+    at = next((index for index, word in enumerate(words) if _is_file(word)), None)
+    data = _beside(files, words[at]) if at is not None else None
+    if at is None or not isinstance(data, dict):
+        return list(words)
+    found: list[str] = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            found += (f"--{key}", json.dumps(value))
+        elif value is not None:
+            found += (f"--{key}", *map(_word, value if isinstance(value, list) else [value]))
+    named = at > 0 and words[at - 1].lstrip("-") in _CONFIG_FLAGS
+    return [*found, *words[: at - named], *words[at + 1 :]]
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _groups(overrides: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:

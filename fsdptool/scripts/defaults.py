@@ -29,6 +29,8 @@ from fsdptool.scripts.values import (
     made_by,
 )
 
+OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
+"""Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
 _DATA_PARSERS = ("HfArgumentParser", "TrlParser")
 _TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
@@ -121,7 +123,7 @@ class RunInterpreter(Interpreter):
                 made = self._namespace(parser)
                 return made if name == "parse_args" else Items([made, Items([])])
         parser = made_by(receiver, *_DATA_PARSERS)
-        if parser is not None and name in ("parse_args_into_dataclasses", "parse_args_and_config"):
+        if parser is not None and name in OF_CLASSES:
             given = parser.args[0] if parser.args else parser.keywords.get("dataclass_types")
             kinds = given.values if isinstance(given, Items) else [given]
             own = {name for kind in kinds if isinstance(kind, Class) for name, _ in self._fields(kind)}

@@ -411,3 +411,42 @@ def test_a_script_that_is_not_there_starts_no_known_run(tmp_path: Path, named: s
     (tmp_path / "mine.py").write_text(TRAINER)
     (tmp_path / "start.sh").write_text(f"torchrun --nproc_per_node 2 {named}\n")
     assert describe_path(tmp_path / "start.sh") is None
+
+
+CLASSES = """
+import sys
+from transformers import AutoModelForCausalLM
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser
+PARSED
+model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
+SFTTrainer(model=model, args=args, train_dataset=None).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parsed", "words"),
+    [
+        ("args, model_args = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()", "--config c.yaml"),
+        (
+            "args, model_args = HfArgumentParser((SFTConfig, ModelConfig)).parse_yaml_file(sys.argv[1])",
+            "c.yaml",
+        ),
+    ],
+)
+def test_a_script_fills_its_classes_from_the_file_of_its_command(
+    tmp_path: Path, parsed: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        CLASSES.replace("PARSED", parsed).replace("import Auto", "import HfArgumentParser, Auto")
+    )
+    (tmp_path / "c.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-1.5B\nmax_length: 2048\nper_device_train_batch_size: 4\n"
+        "bf16: true\nmodel_init_kwargs:\n"
+    )
+    start = tmp_path / "start.sh"
+    more = " --per_device_train_batch_size 2" if "--config" in words else ""
+    start.write_text(f"torchrun --nproc_per_node 2 mine.py {words}{more}\n")
+    run = describe_path(start)
+    assert run is not None
+    assert (run.family, run.sequence_length, run.compute_dtype) == ("qwen2.5:1.5b", 2048, "bf16")
+    assert (run.micro_batch, run.processes, run.unresolved) == (2 if more else 4, 2, ())
