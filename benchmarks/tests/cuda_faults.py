@@ -756,8 +756,8 @@ FAULTS = (
         "doctor --gpu",
         "a rehearsal on the CPU calibrates plans",
         _CALIBRATE,
-        '    if document.device == "cpu" or document.ranks is None:\n',
-        "    if document.ranks is None:\n",
+        '    if ranks is None or (document.device == "cpu" and not ranks.kernels):\n',
+        "    if ranks is None:\n",
         _IN_MEASUREMENTS,
     ),
     PlantedFault(
