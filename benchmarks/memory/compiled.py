@@ -12,11 +12,7 @@ step. The range of a peak is that of the plan: Inductor's program, and the same 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kept_rows import write_between, write_document
+from kept_rows import read_document, row_options, write_between, write_document
 from matrix import _base
 from settings import Setting, inputs_of
 
@@ -62,13 +58,8 @@ def _shallow(overrides: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and predict the missing rows, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="text the setting's name must contain")
-    parser.add_argument("--again", action="store_true", help="predict every row again")
-    options = parser.parse_args()
-    document: dict[str, Any] = {"rows": {}}
-    if RESULTS.exists():
-        document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    options = row_options(__doc__)
+    document = read_document(RESULTS)
     document |= {
         "instrument": "torch CPU allocator events (profile_memory): running sum in step 2",
         "libraries": library_versions(),
@@ -90,24 +81,10 @@ def main() -> None:
 
 
 def _measured(setting: Setting) -> dict[str, Any]:
-    """Measure in a process of its own: a rank leaves its process group behind."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            try:
-                from measure import measure
+    import measure  # noqa: F401 - imported before the fork, so that every row starts alike
+    from run import measured
 
-                out.write_text(json.dumps(measure(setting, _compiled(setting))), encoding="utf-8")
-            except BaseException as error:
-                out.write_text(
-                    json.dumps({"error": f"{type(error).__name__}: {error}"[:400]}), encoding="utf-8"
-                )
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        result = json.loads(out.read_text(encoding="utf-8"))
+    result = measured(setting, _compiled(setting))
     if "error" in result:
         return dict(result)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -20,3 +21,17 @@ def write_between(page: Path, begin: str, end: str, table: str) -> None:
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
     page.write_text(before + begin + "\n" + table + end + after, encoding="utf-8")
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the document that was written, or one without rows."""
+    document: dict[str, Any] = {"rows": {}}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else document
+
+
+def row_options(text: str | None) -> argparse.Namespace:
+    """Return which rows are wanted (``only``), and whether they are predicted again (``again``)."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", default="", help="text the row's name must contain")
+    parser.add_argument("--again", action="store_true", help="predict every row again")
+    return parser.parse_args()

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "memory"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fsdp_oracle import observe
+from kept_rows import write_document
 from matrix import FAMILIES
 from settings import Setting, inputs_of
 
@@ -132,9 +133,7 @@ def main() -> None:
             kept["rows"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(f"{name}: {kept['rows'][name]} ({time.time() - began:.1f} s)", flush=True)
         kept["summary"] = summary(kept["rows"])
-        part = RESULTS.with_suffix(".part")
-        part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        part.replace(RESULTS)
+        write_document(RESULTS, kept)
     print(json.dumps(summary(kept["rows"]), indent=1))
 
 

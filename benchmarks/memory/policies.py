@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from matrix import _base
 from report import predict
-from run import _measured
+from run import measured
 from settings import Setting
 
 from fsdptool.records.diagnostic import library_versions
@@ -55,7 +55,7 @@ def main() -> None:
     for setting in rows():
         if options.only not in setting.name:
             continue
-        result = _measured(setting)
+        result = measured(setting)
         row: dict[str, Any] = {"name": setting.name}
         if "error" in result:
             kept[setting.name] = row | {"error": result["error"]}

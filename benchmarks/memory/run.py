@@ -22,11 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from filelock import FileLock
+from kept_rows import write_document
 from matrix import rows
 from settings import Setting
 
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import library_versions
+from fsdptool.runs.folder import RunInputs
 
 RESULTS = Path(__file__).parent.parent / "results" / "memory_measured.json"
 
@@ -51,7 +53,7 @@ def main() -> None:
         if not wanted or known or index % parts != part:
             continue
         began = time.time()
-        result = _measured(setting)
+        result = measured(setting)
         result["setting"] = to_json(setting)
         _keep(setting.name, result)
         print(
@@ -77,13 +79,7 @@ def _keep(name: str, result: dict[str, Any]) -> None:
     with FileLock(Path(tempfile.gettempdir()) / "fsdptool-memory-measured.lock"):
         kept = _read()
         kept["measured"][name] = result
-        _write(kept)
-
-
-def _write(kept: dict[str, Any]) -> None:
-    part = RESULTS.with_suffix(".part")
-    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    part.replace(RESULTS)
+        write_document(RESULTS, kept)
 
 
 def _processor() -> str:
@@ -93,12 +89,21 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _measured(setting: Setting) -> dict[str, Any]:
+def measured(setting: Setting, inputs: RunInputs | None = None) -> dict[str, Any]:
+    """Measure a setting in processes of its own, which leave their process group behind.
+
+    Args:
+        setting: The setting.
+        inputs: What is measured instead of the setting's own inputs.
+
+    Returns:
+        What ``measure`` returned, or the ``error``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         count = setting.ranks if setting.backend == "gloo" else 1
         port = _free_port()
-        children = [_fork(setting, rank, count, port, out) for rank in range(count)]
+        children = [_fork(setting, inputs, rank, count, port, out) for rank in range(count)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes) or not out.exists():
             log = out.with_suffix(".log")
@@ -109,7 +114,7 @@ def _measured(setting: Setting) -> dict[str, Any]:
         return document
 
 
-def _fork(setting: Setting, rank: int, count: int, port: int, out: Path) -> int:
+def _fork(setting: Setting, inputs: RunInputs | None, rank: int, count: int, port: int, out: Path) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -129,7 +134,7 @@ def _fork(setting: Setting, rank: int, count: int, port: int, out: Path) -> int:
             )
         from measure import measure
 
-        result = measure(setting)
+        result = measure(setting, inputs)
         if rank == 0:
             out.write_text(json.dumps(result), encoding="utf-8")
         code = 0

@@ -10,8 +10,6 @@ the table between the marks in ``docs/explanation/memory-accuracy.md``. ``--agai
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kept_rows import write_between, write_document
+from kept_rows import read_document, row_options, write_between, write_document
 from settings import Setting
 
 from fsdptool.records.codec import to_json
@@ -463,13 +461,8 @@ def rows() -> Iterator[Setting]:
 
 def main() -> None:
     """Measure and predict the missing rows, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="text the row's name must contain")
-    parser.add_argument("--again", action="store_true", help="predict every row again")
-    options = parser.parse_args()
-    document: dict[str, Any] = {"rows": {}}
-    if RESULTS.exists():
-        document = json.loads(RESULTS.read_text(encoding="utf-8"))
+    options = row_options(__doc__)
+    document = read_document(RESULTS)
     document |= {"benchmark": "memory/unseen", "libraries": library_versions()}
     for setting in rows():
         if options.only not in setting.name:
@@ -497,7 +490,7 @@ def _write(document: dict[str, Any]) -> None:
 
 def _measured(setting: Setting) -> dict[str, Any]:
     import measure  # noqa: F401 - imported before the fork, so that every row starts alike
-    from run import _measured as measured
+    from run import measured
 
     result = measured(setting)
     if "error" in result:
