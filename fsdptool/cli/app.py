@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import errno
 import io
+import itertools
 import os
 import sys
 import traceback
@@ -185,9 +186,37 @@ def _command(arguments: list[str]) -> Any:
     return group
 
 
+_READ_FILES = ("plan", "emit-config", "compare", "report", "check", "audit")
+"""Commands for which ``-`` is a file; others read standard input themselves, or start processes that read."""
+
+_LONGEST_INPUT = 1 << 26
+"""Bytes of standard input: no document that fsdptool writes comes near."""
+
+
+def _take_standard_input(arguments: list[str]) -> None:
+    """Read what ``-`` stands for, if a command names it as a file: files are read more than once.
+
+    Raises:
+        ConfigError: It holds more bytes than any file that a command reads.
+    """
+    named = any(
+        word == "-" and before not in ("-o", "--output") for before, word in itertools.pairwise(arguments)
+    )
+    if not named or arguments[0] not in _READ_FILES:
+        return
+    from fsdptool.errors import ConfigError
+    from fsdptool.files.text import take_standard_input
+
+    data = sys.stdin.buffer.read(_LONGEST_INPUT + 1)
+    if len(data) > _LONGEST_INPUT:
+        raise ConfigError(f"standard input has more than {_LONGEST_INPUT:,} bytes", help="give a file")
+    take_standard_input(data)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit status. Never raises."""
     try:
+        _take_standard_input(arguments)
         command = _command(arguments)
         outcome = command(args=arguments, prog_name="fsdptool", standalone_mode=False)
         sys.stdout.flush()

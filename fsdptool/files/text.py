@@ -250,6 +250,31 @@ def reachable(path: Path) -> bool:
     return allowed is None or allowed(path)
 
 
+_given: bytes | None = None
+"""What standard input holds, where a command line names it as ``-``."""
+
+
+def take_standard_input(data: bytes) -> None:
+    """Let the path ``-`` stand for standard input in this process, for as many readings as there are.
+
+    Args:
+        data: What it holds.
+    """
+    global _given
+    _given = data
+
+
+def _is_standard_input(path: str | Path) -> bool:
+    return _given is not None and str(path) == "-"
+
+
+def _open_given(data: bytes) -> io.BufferedReader:
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)
+        return os.fdopen(os.dup(file.fileno()), "rb")
+
+
 def open_regular(path: str | Path) -> io.BufferedReader:
     """Open a regular file for reading: the one way in for every file that somebody else may have written.
 
@@ -264,6 +289,8 @@ def open_regular(path: str | Path) -> io.BufferedReader:
         UnreadableError: It cannot be opened, is not a regular file, or is outside of where the caller is
             :func:`confined`.
     """
+    if _given is not None and _is_standard_input(path):
+        return _open_given(_given)
     try:
         # Pages read hundreds of files: a path is not parsed twice.
         place = path if isinstance(path, Path) else Path(path)
@@ -376,7 +403,7 @@ def open_for_writing(path: Path, *, append: bool = False) -> int:
 def exists(path: Path) -> bool:
     """Whether ``path`` exists, readable or not; a name that no file can have does not."""
     try:
-        return reachable(path) and path.exists()
+        return _is_standard_input(path) or (reachable(path) and path.exists())
     except PermissionError:
         return True
     except (OSError, ValueError):
@@ -386,7 +413,7 @@ def exists(path: Path) -> bool:
 def is_file(path: Path) -> bool:
     """Whether ``path`` is a regular file; a name that no file can have is none."""
     try:
-        return path.is_file()
+        return _is_standard_input(path) or path.is_file()
     except (OSError, ValueError):
         return False
 

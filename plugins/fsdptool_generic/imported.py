@@ -120,6 +120,11 @@ class ImportedFamily(Family):
             **{name: getattr(recipe.batch, name) or 0 for name in ("height", "width", "frames")},
         }
         taken = inspect.signature(function).parameters
+        if "self" in taken:
+            raise ModelError(
+                f"{EXAMPLE_INPUTS} of {reference} is called without an instance and takes self",
+                help="make it a static method, or a function next to the class",
+            )
         import torch
 
         try:

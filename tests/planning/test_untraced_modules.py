@@ -43,11 +43,12 @@ def example_inputs(micro_batch):
 """
 CASTS = CODE.replace("CAST", "True") + INPUTS
 BARE = CODE.replace("CAST", "False")
+METHOD = BARE + "\n    def example_inputs(self):\n        return {'x': torch.randn(1, 16)}\n"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, text in (("casts", CASTS), ("bare", BARE), ("whole", BARE + INPUTS)):
+    for name, text in (("casts", CASTS), ("bare", BARE), ("whole", BARE + INPUTS), ("method", METHOD)):
         (tmp_path / f"untraced_{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
@@ -98,6 +99,11 @@ def test_a_module_without_inputs_has_states_and_an_unknown_verdict(
     assert status == 5
     assert len(states(bare)) == 2
     assert states(bare) == states(planned(capsys, "whole", "--format", "json")[1])
+
+
+def test_inputs_from_a_method_are_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "untraced_method:Net", "--gpu", "L4", "--gpus", "2", "--allow-import"]) == 2
+    assert "is called without an instance and takes self\nhelp: make it a static" in capsys.readouterr().err
 
 
 def test_a_module_without_inputs_is_not_started(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,8 @@ def read_file_run(reference: str, words: Sequence[str] = ()) -> DescribedRun | N
     from fsdptool.config.described import describe_path
 
     path = Path(reference).expanduser()
-    if path.suffix.lower() not in _FILES or path.name in _MODEL_FILES or not is_file(path):
+    named = path.suffix.lower() in _FILES or reference == "-"
+    if not named or path.name in _MODEL_FILES or not is_file(path):
         return None
     run = describe_path(path, words=words)
     if run is None and path.suffix.lower() in SCRIPTS:

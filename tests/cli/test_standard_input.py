@@ -1,0 +1,50 @@
+"""``-`` is standard input for commands that read a file, as often as they read it."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from fsdptool.cli.app import run
+from fsdptool.files import text
+from fsdptool.planning.request.file_run import read_file_run
+
+AXOLOTL = b"""\
+base_model: Qwen/Qwen3-0.6B
+adapter: lora
+lora_r: 8
+sequence_len: 512
+micro_batch_size: 1
+fsdp_version: 2
+fsdp_config:
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: Qwen3DecoderLayer
+"""
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_given", None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(AXOLOTL)))
+
+
+def test_a_file_is_read_from_a_pipe(piped: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["audit", "-"]) == 0
+    assert "1 file, " in capsys.readouterr().out
+    for _ in range(2):
+        found = read_file_run("-")
+        assert found is not None
+        assert (found.program, found.model) == ("axolotl", "Qwen/Qwen3-0.6B")
+
+
+def test_an_output_or_another_command_does_not_wait_for_it(piped: None) -> None:
+    run(["families", "-"])
+    run(["plan", "no-such:model", "-o", "-"])
+    assert sys.stdin.buffer.read() == AXOLOTL
+
+
+def test_a_path_in_the_library_is_a_path(piped: None) -> None:
+    with pytest.raises(text.UnreadableError):
+        text.read_source("-")
