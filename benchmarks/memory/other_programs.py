@@ -179,6 +179,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "packed": {"packing": True, "packing_strategy": "wrapped"},
         "lora": _ADAPTERS,
         "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "lora, bf16 base": {**_ADAPTERS, "dtype": "bfloat16"},
+        "lora, bf16 base, autocast": {**_ADAPTERS, "dtype": "bfloat16", "bf16": True},
         "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
     "dpo": {"": {}, "lora": _ADAPTERS, "lora, autocast": {**_ADAPTERS, "bf16": True}},
@@ -295,6 +297,8 @@ def measured(row: Row, command: list[str], folder: Path, python: str) -> list[in
     arguments = command[start + 1 :]
     launch = [python]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    # Weights that are cast while they load are otherwise made in threads, whose allocations are not seen.
+    environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if row.processes > 1:
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
