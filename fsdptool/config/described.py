@@ -19,7 +19,7 @@ from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
-from fsdptool.config.shell_variables import substituted, tasks_of_srun
+from fsdptool.config.shell_variables import batch_variables, substituted, tasks_of_srun
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -117,6 +117,8 @@ def describe_written(
     run = reader.describe(file)
     if run is None:
         return None, file.data
+    if run.nodes is None and run.processes == file.launch.processes:
+        run = replace(run, nodes=file.launch.nodes)
     if file.unread is not None:
         # Without the file every other fact would be a default that the file may well override.
         said = (file.unread,)
@@ -311,7 +313,9 @@ def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
         run = describe_script(script, words, launch)
         if run is not None:
             problems = (*run.problems, *launch.problems)
-            return replace(run, problems=problems, unresolved=(*run.unresolved, *launch.problems))
+            return replace(
+                run, nodes=launch.nodes, problems=problems, unresolved=(*run.unresolved, *launch.problems)
+            )
     return None
 
 
@@ -476,27 +480,31 @@ def _launch(
     if command.program == "accelerate":
         launch = _accelerate(launch, flags, files)
     elif command.program == "torchrun":
-        launch = replace(launch, processes=_product(flags, "nproc_per_node", "nnodes"))
+        launch = _on_ranks(launch, flags, "nproc_per_node", "nnodes")
     elif command.program == "deepspeed":
         named = str(flags.get("include") or "")
         if re.fullmatch(r"localhost:\d+(?:,\d+)*", named):
             flags["num_gpus"] = named.count(",") + 1
-        launch = replace(launch, processes=_product(flags, "num_gpus", "num_nodes"), deepspeed=True)
+        launch = _on_ranks(replace(launch, deepspeed=True), flags, "num_gpus", "num_nodes")
     elif command.program == "python" and script is not None and command.verb == "":
         slurm, tasks = tasks_of_srun(text, command.start)
-        launch = replace(launch, processes=tasks if slurm else 1)
+        nodes = integer(batch_variables(text).get("SLURM_NNODES")) if slurm else 1
+        launch = replace(launch, processes=tasks if slurm else 1, nodes=nodes)
     elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
         launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
     per_node = integer(environment.get("NPROC_PER_NODE"))
     if launch.processes in (None, 1) and per_node is not None:
-        launch = replace(launch, processes=per_node * (integer(environment.get("NNODES")) or 1))
+        nodes = integer(environment.get("NNODES")) or 1
+        launch = replace(launch, processes=per_node * nodes, nodes=nodes)
     return launch, [str(word.value) for word in own]
 
 
-def _product(flags: Mapping[str, Any], per_node: str, nodes: str) -> int | None:
+def _on_ranks(launch: Launch, flags: Mapping[str, Any], per_node: str, nodes: str) -> Launch:
+    """Return a launch with the processes and the nodes that two flags give."""
     ranks = integer(flags.get(per_node))
     machines = integer(str(flags.get(nodes, "1")).split(":")[-1])
-    return None if ranks is None or machines is None else ranks * machines
+    processes = None if ranks is None or machines is None else ranks * machines
+    return replace(launch, processes=processes, nodes=machines)
 
 
 def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> Launch:
@@ -531,6 +539,7 @@ def _merged(launch: Launch, other: Launch) -> Launch:
     return replace(
         launch,
         processes=launch.processes or other.processes,
+        nodes=launch.nodes or other.nodes,
         mixed_precision=launch.mixed_precision or other.mixed_precision,
         **{name: getattr(other, name) for name in names},
     )
@@ -552,6 +561,7 @@ def _settings(
     launch = replace(
         launch,
         processes=processes,
+        nodes=integer(flags.get("num_machines", data.get("num_machines"))),
         mixed_precision=None if precision is None else str(precision),
         deepspeed=kind == "DEEPSPEED" or "use_deepspeed" in flags,
     )

@@ -158,6 +158,7 @@ class DescribedRun:
         compile: Whether ``torch.compile`` is used.
         compiled_loss: Whether the loss is compiled, which then makes no copy of the logits in fp32.
         processes: Number of ranks.
+        nodes: Number of machines that the launch puts them on.
         fsdp: Version of FSDP, or ``none``.
         wrap_classes: Classes that become FSDP units, as the file names them.
         reshard: Whether parameters are resharded after forward; a number is a number of ranks.
@@ -211,6 +212,7 @@ class DescribedRun:
     compile: bool | None = None
     compiled_loss: bool | None = None
     processes: int | None = None
+    nodes: int | None = None
     fsdp: Literal["none", 1, 2] | None = None
     wrap_classes: tuple[str, ...] | None = None
     reshard: bool | int | None = None
@@ -232,7 +234,7 @@ LIGER_KERNELS = ("fused_glu", "fused_norm", "fused_rope")
 NOT_FACTS = frozenset(
     {
         "program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning",
-        "fused_kernels",
+        "fused_kernels", "nodes",
     }
 )  # fmt: skip
 """Members of a described run that say nothing of its memory."""

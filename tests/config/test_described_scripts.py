@@ -403,7 +403,7 @@ def test_a_batch_script_starts_a_persons_own_trainer(tmp_path: Path) -> None:
     )
     run = describe_path(job)
     assert run is not None
-    assert (run.processes, run.fsdp, run.micro_batch, run.global_batch) == (16, "none", 4, 64)
+    assert (run.processes, run.nodes, run.fsdp, run.micro_batch, run.global_batch) == (16, 2, "none", 4, 64)
 
 
 @pytest.mark.parametrize("named", ["/absent/mine.py", "absent.py", "$SCRIPT"])

@@ -522,6 +522,26 @@ def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_p
         read_request(Options(reference=str(path), model=model, clusters=[one, two]))
 
 
+@pytest.mark.parametrize(
+    ("launcher", "given", "nodes"),
+    [
+        ("torchrun --nnodes 2 --nproc_per_node 4", {}, (2, 4)),
+        ("torchrun --nnodes 2 --nproc_per_node 4", {"gpus": 8}, (1, 8)),
+        ("accelerate launch --multi_gpu --num_processes 16", {}, (2, 8)),
+        ("accelerate launch --multi_gpu --num_processes 12 --num_machines 3", {}, (3, 4)),
+        ("accelerate launch --multi_gpu --num_processes 6", {}, (1, 6)),
+    ],
+)
+def test_the_nodes_are_those_of_the_launch(
+    model: str, tmp_path: Path, launcher: str, given: dict[str, int], nodes: tuple[int, int]
+) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{launcher} -m trl.scripts.sft --model_name_or_path m --max_length 64 --output_dir o\n")
+    options = {"reference": str(path), "model": model, "gpu": "H100-80GB-SXM", **given}
+    (cluster,) = (offer for offer in read_request(cast("Options", options)).inputs.clusters)
+    assert (cluster.nodes, cluster.gpus_per_node) == nodes
+
+
 def test_a_global_batch_that_its_program_refuses_does_not_stop_the_plan(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text(

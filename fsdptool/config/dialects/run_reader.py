@@ -119,6 +119,7 @@ class Launch:
         verb: What follows that name (``sft`` of ``trl sft``).
         script: Script or module that is started, with dots for slashes and without ``.py``; or empty.
         processes: Number of ranks, or None where the command does not say.
+        nodes: Number of machines that they are on, or None where the command does not say.
         mixed_precision: accelerate's ``mixed_precision``, or None.
         fsdp: FSDP version that the launcher sets, or None.
         wrap_classes: Classes to wrap that the launcher sets.
@@ -135,6 +136,7 @@ class Launch:
     verb: str = ""
     script: str = ""
     processes: int | None = None
+    nodes: int | None = None
     mixed_precision: str | None = None
     fsdp: Literal[1, 2] | None = None
     wrap_classes: tuple[str, ...] | None = None

@@ -66,6 +66,8 @@ _LOSSES = {"none": "whole"}
 """The loss that is planned for what a description calls otherwise."""
 LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
+_PER_NODE = 8
+"""GPUs that are linked inside most machines (NVIDIA HGX and DGX, AMD MI300X platforms)."""
 _OTHER_ENGINE = ("verl", "ms-swift")
 """Programs that divide a model over ranks without FSDP only with Megatron."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
@@ -166,6 +168,13 @@ def ranks_of(run: DescribedRun, given: int | None, where: str, flag: str) -> int
             f"{where} leaves the number of processes to its launch", help=f"give the GPUs of a node: {flag}"
         )
     return given or run.processes or 1
+
+
+def nodes_of(run: DescribedRun, ranks: int) -> int:
+    """Return the nodes of the ranks that a file starts: as it says, or as many as nodes of eight GPUs."""
+    if run.nodes is not None and run.nodes > 0 and ranks % run.nodes == 0:
+        return run.nodes
+    return ranks // _PER_NODE if ranks > _PER_NODE and ranks % _PER_NODE == 0 else 1
 
 
 def is_recipe(run: DescribedRun) -> bool:

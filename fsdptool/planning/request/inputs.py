@@ -16,7 +16,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.planning.request.file_run import file_run, ranks_of, read_file_run
+from fsdptool.planning.request.file_run import file_run, nodes_of, ranks_of, read_file_run
 from fsdptool.planning.request.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.request.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.request.recipe import build_recipe, set_fields
@@ -180,7 +180,10 @@ def _from_file(
         trusted=trusted,
     )
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
-    merged = {**made.options, **own, "recipe": made.recipe, "config": made.settings}
+    settings = made.settings
+    if not cpu and not options.keys() & {"gpus", "nodes", "clusters"}:
+        settings = replace(settings, num_machines=nodes_of(run, ranks))
+    merged = {**made.options, **own, "recipe": made.recipe, "config": settings}
     return run, cast("Options", merged), made.limits
 
 

@@ -157,6 +157,7 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
         global_batch=total,
         fused_loss="cce" if read.flag(f"{_MODEL}.use_fused_kernels") else "none",
         processes=processes,
+        nodes=nodes,
         steps=read.whole("trainer.total_training_steps"),
         epochs=read.number("trainer.total_epochs"),
     )
