@@ -16,8 +16,9 @@ ADVISORIES = "fsdptool/advisories/entries/"
 PACKED = (
     *("fsdptool/schemas/", "fsdptool/failures.json", "fsdptool/config/keys_by_version.json"),
     *("fsdptool/planning/data/", ADVISORIES),
+    *("fsdptool_diffusion/data/", "fsdptool_language/data/", "fsdptool_vision/data/"),
 )
-"""What ``fsdptool.files.values.read_data`` reads, and takes compressed."""
+"""What is read compressed, too (``PACKED`` of ``fsdptool.files.values``)."""
 
 
 class CompactData(BuildHookInterface[Any]):

@@ -31,7 +31,7 @@ GROUP = "fsdptool.families"
 BROKEN_PLUGIN = "DET001"
 WRONG_API = "DET002"
 DUPLICATE_FAMILY = "DET003"
-_SOURCE_SUFFIXES = {".py", ".json", ".jsonl", ".yaml", ".yml", ".toml"}
+_SOURCE_SUFFIXES = {".py", ".json", ".jsonl", ".gz", ".yaml", ".yml", ".toml"}
 
 
 @dataclass(frozen=True, slots=True)

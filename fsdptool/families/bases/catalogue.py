@@ -5,6 +5,7 @@ Files are read on first use, and flavours are read only when one family's are wa
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from fsdptool.families.protocol import Family, Flavour, LoraTargets, Match, WrapHint
+from fsdptool.files.values import PACKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,11 @@ class FamilyCard:
 
 
 def _lines(package: str, name: str) -> Iterator[dict[str, Any]]:
-    text = (files(package) / "data" / name).read_text(encoding="utf-8")
-    return (json.loads(line) for line in text.splitlines() if line)
+    """Yield the lines of a package's data, which a wheel of this project holds compressed."""
+    packed = files(package) / "data" / f"{name}{PACKED}"
+    plain = files(package) / "data" / name
+    data = gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()
+    return (json.loads(line) for line in data.decode().splitlines() if line)
 
 
 _TUPLES = ("match", "lora", "lora_parameters", "wrap")
