@@ -30,7 +30,7 @@ class DivisionOptions(TypedDict, total=False):
 
     # fmt: off
     world_size: Annotated[int | None, Option(
-        "List parameters that shard unevenly across N ranks.", minimum=1)]
+        "Ranks that share the parameters: list those that shard unevenly.", minimum=1)]
     layout: Annotated[str, Option(
         "List the FSDP units of this layout", choices=("native", "accelerate"), default="native")]
     tp: Annotated[int | None, Option("Show how N tensor-parallel ranks divide the model.", minimum=1)]
