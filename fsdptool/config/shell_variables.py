@@ -41,6 +41,7 @@ _BATCH_OPTION = re.compile(
     r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.-]{1,32})"
     r"|-([Nnc])\s*(\d[\d-]{0,16}))"
 )
+_OF_BATCH = re.compile(r"\\?\$\{?(SLURM_\w+)\b\}?")
 _SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task"}
 _LONGEST = 20_000
 """Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
@@ -76,7 +77,8 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
     """
     if ("$" not in text and "`" not in text) or len(text) > _MOST:
         return text
-    script = _Script(files, batch_variables(text))
+    batch = batch_variables(text)
+    script = _Script(files, batch)
     pieces: list[str] = []
     last, size = 0, 0
     for start, end in spans_of(text):
@@ -86,7 +88,9 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
         last, size = end, size + len(piece)
         if size > _MOST:
             return text
-    return "".join((*pieces, text[last:]))
+    whole = "".join((*pieces, text[last:]))
+    # What is quoted for another shell (``bash -c '...'``): Slurm exports its variables.
+    return _OF_BATCH.sub(lambda found: batch.get(found[1], found[0]), whole) if batch else whole
 
 
 def batch_variables(text: str) -> dict[str, str]:

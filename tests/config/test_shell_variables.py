@@ -196,6 +196,11 @@ def test_slurm_sets_what_a_batch_script_asks_for(asked: str, value: str) -> None
     assert " ".join(said[1:]) == value
 
 
+def test_a_shell_that_slurm_starts_has_its_variables() -> None:
+    text = "#SBATCH -N 2\nsrun bash -c 'torchrun --nnodes=${SLURM_NNODES} --node_rank=$SLURM_PROCID t.py'\n"
+    assert "--nnodes=2 --node_rank=$SLURM_PROCID" in substituted(text)
+
+
 @pytest.mark.parametrize(
     ("command", "tasks"),
     [
