@@ -80,7 +80,8 @@ def describe_run(
     if (source.path or "").endswith(SCRIPTS):
         from fsdptool.config.script_runs import describe_script
 
-        run = describe_script(source, words)
+        files = files or default_files(source.path)
+        run = describe_script(source, words, load=partial(_beside, files))
         return _with_family(run) if run is not None else None
     return describe_written(source, program=program, files=files, version=version)[0]
 
@@ -310,7 +311,7 @@ def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
             continue
         if any(method in script.text for method in OF_CLASSES[1:]):
             words = _with_file(words, files)
-        run = describe_script(script, words, launch)
+        run = describe_script(script, words, launch, partial(_beside, files))
         if run is not None:
             problems = (*run.problems, *launch.problems)
             return replace(

@@ -7,7 +7,7 @@ accelerate 1.15 ``utils/dataclasses.py``, ``accelerator.py``; peft 0.21 ``tuners
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import PurePath
 from typing import Any, Literal
@@ -71,7 +71,10 @@ _UNSAID = Launch()
 
 
 def describe_script(
-    source: SourceText, words: Sequence[str] = (), launch: Launch = _UNSAID
+    source: SourceText,
+    words: Sequence[str] = (),
+    launch: Launch = _UNSAID,
+    load: Callable[[str], object] | None = None,
 ) -> DescribedRun | None:
     """Return the run that a script starts; None where it starts none that is known.
 
@@ -79,11 +82,12 @@ def describe_script(
         source: The script, or a notebook.
         words: The arguments that it is started with; defaults count for the others.
         launch: What starts it.
+        load: Returns a file of settings that it loads as plain data, or None.
 
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
     """
-    script = read_script_run(source, words)
+    script = read_script_run(source, words, load=load)
     return described(script, source.path, launch) if script is not None else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
@@ -27,8 +27,16 @@ from fsdptool.scripts.values import (
     constant,
     is_constant,
     made_by,
+    origins,
 )
 
+_LOADERS = (
+    *("yaml.safe_load", "yaml.full_load", "yaml.load", "json.load", "json.loads", "tomllib.load"),
+    *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
+)
+"""Functions that read a file of settings."""
+_SETTINGS = (".yaml", ".yml", ".json", ".toml")
+_MOST_SOURCES, _DEEPEST = 1000, 20
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
@@ -48,10 +56,19 @@ class RunInterpreter(Interpreter):
         tree: The script.
         words: Its arguments.
         defaults: Whether defaults count; else what they decide is not known.
+        load: Returns a file that the script loads as plain data, or None; without it no file is read.
     """
 
-    def __init__(self, tree: ast.Module, words: Sequence[str] = (), *, defaults: bool = True) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        words: Sequence[str] = (),
+        *,
+        defaults: bool = True,
+        load: Callable[[str], object] | None = None,
+    ) -> None:
         super().__init__(tree)
+        self._load = load
         self._defaults = defaults
         self._words = words
         self._flags, self._positional = _flags(words)
@@ -291,6 +308,8 @@ class RunInterpreter(Interpreter):
 
     def attribute(self, value: Value, name: str, node: ast.AST) -> Value:
         """Return an attribute of a value; what the body of a class assigns is one of its objects."""
+        if isinstance(value, Table) and name in value.items and not hasattr(dict, name):
+            return value.items[name]  # OmegaConf
         owner = value if isinstance(value, Class) else value.owner if isinstance(value, Thing) else None
         if owner is not None and owner.lookup(name) is None:
             known = value.parts if isinstance(value, Thing) else {}
@@ -341,9 +360,23 @@ class RunInterpreter(Interpreter):
             return Const(len(self._words) + 1)
         if name == "torch.cuda.is_bf16_supported":
             return Const(True)
+        if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
+            return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
             return self._cli(first, node)
         return super()._made(name, function, args, keywords, node)
+
+    def _loaded(self, source: Value | None, node: ast.AST) -> Value | None:
+        """Return the file of settings that a value was opened from, or None where it cannot be read."""
+        waiting = list(origins(source)) if self._load is not None else []
+        for value in waiting:
+            if isinstance(value, Thing) and len(waiting) < _MOST_SOURCES:
+                waiting += (*value.args, *(item for arg in value.args for item in arg.sources))
+            path = constant(value)
+            if isinstance(path, str) and path.lower().endswith(_SETTINGS):
+                data = self._load(path) if self._load is not None else None
+                return _as_value(data, path, node) if isinstance(data, dict) else None
+        return None
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
         """Return what a function yields whose parameters are the arguments."""
@@ -415,6 +448,18 @@ class RunInterpreter(Interpreter):
             known = {self.truth(item) for item in value.options}
             return known.pop() if len(known) == 1 else None
         return super().truth(value)
+
+
+def _as_value(data: object, label: str, node: ast.AST, depth: int = 0) -> Value:
+    """Return plain data of a file as what a script computes."""
+    if isinstance(data, dict) and depth < _DEEPEST:
+        items: dict[object, Value] = {
+            key: _as_value(item, f"{label}: {key}", node, depth + 1) for key, item in data.items()
+        }
+        return Table(items, dict.fromkeys(items, node))
+    if isinstance(data, list) and depth < _DEEPEST:
+        return Items([_as_value(item, label, node, depth + 1) for item in data])
+    return given_by(data, label, node)
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, str | list[str]], list[str]]:

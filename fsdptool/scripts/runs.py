@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
@@ -57,7 +57,11 @@ _BEGIN = frozenset({
 
 
 def read_script_run(
-    source: SourceText, words: Sequence[str] = (), *, defaults: bool = True
+    source: SourceText,
+    words: Sequence[str] = (),
+    *,
+    defaults: bool = True,
+    load: Callable[[str], object] | None = None,
 ) -> ScriptRun | None:
     """Return the run that a script starts; None where it starts none that is known.
 
@@ -65,6 +69,7 @@ def read_script_run(
         source: The script, or a notebook.
         words: The arguments that the script is started with.
         defaults: Whether defaults of arguments, variables and fields count; else what they decide is open.
+        load: Returns a file of settings that the script loads as plain data, or None.
 
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
@@ -73,7 +78,7 @@ def read_script_run(
     if not isinstance(tree, ast.Module):
         message, line, _ = tree
         raise ConfigError(f"{source.path or 'the script'}:{line}: {message}")
-    interpreter = RunInterpreter(tree, words, defaults=defaults)
+    interpreter = RunInterpreter(tree, words, defaults=defaults, load=load)
     try:
         paths = interpreter.paths()
     except (TooLongError, RecursionError):

@@ -450,3 +450,54 @@ def test_a_script_fills_its_classes_from_the_file_of_its_command(
     assert run is not None
     assert (run.family, run.sequence_length, run.compute_dtype) == ("qwen2.5:1.5b", 2048, "bf16")
     assert (run.micro_batch, run.processes, run.unresolved) == (2 if more else 4, 2, ())
+
+
+LOADED = """
+import argparse, json, yaml
+from omegaconf import OmegaConf
+from pathlib import Path
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+parser = argparse.ArgumentParser()
+parser.add_argument("--cfg", default="c.yaml")
+args = parser.parse_args()
+LOAD
+model = AutoModelForCausalLM.from_pretrained(NAME)
+args = TrainingArguments(output_dir="o", per_device_train_batch_size=SIZE, **cfg["extra"])
+Trainer(model=model, args=args, train_dataset=None).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "size"),
+    [
+        ("cfg = yaml.safe_load(open(args.cfg))", 'cfg["model"]["name"]', 'cfg["train"]["size"]'),
+        (
+            "with open(args.cfg) as f:\n    cfg = yaml.safe_load(f)",
+            'cfg["model"]["name"]',
+            "cfg['train']['size']",
+        ),
+        ("cfg = OmegaConf.load(args.cfg)", "cfg.model.name", "cfg.train.size"),
+        (
+            "cfg = yaml.load(Path(args.cfg).read_text(), yaml.Loader)",
+            'cfg["model"]["name"]',
+            'cfg["train"].get("size", 1)',
+        ),
+    ],
+)
+def test_a_script_loads_its_settings_from_a_file(tmp_path: Path, load: str, name: str, size: str) -> None:
+    text = LOADED.replace("LOAD", load).replace("NAME", name).replace("SIZE", size)
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "big.yaml").write_text(
+        "model: {name: Qwen/Qwen2.5-1.5B}\ntrain: {size: 4}\nextra: {bf16: true}\n"
+    )
+    (tmp_path / "start.sh").write_text("torchrun --nproc_per_node 2 mine.py --cfg big.yaml\n")
+    for run in (
+        describe_path(tmp_path / "start.sh"),
+        describe_path(tmp_path / "mine.py", words=["--cfg", "big.yaml"]),
+    ):
+        assert run is not None
+        assert (run.family, run.micro_batch, run.compute_dtype) == ("qwen2.5:1.5b", 4, "bf16")
+        assert run.unresolved == ()
+    absent = describe_path(tmp_path / "mine.py")
+    assert absent is not None
+    assert absent.family is None, "c.yaml is not there: nothing is assumed"
