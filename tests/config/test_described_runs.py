@@ -286,6 +286,13 @@ def test_keys_of_adapters_are_known_where_nothing_is_adapted(text: str, left: st
     assert not any("lora" in told or "pref" in told for told in (*run.problems, *run.notes))
 
 
+def test_a_list_without_items_changes_nothing() -> None:
+    full = described(f"{AXOLOTL}lora_target_parameters: [mlp.experts.gate_up_proj]\n").keys
+    empty = described(f"{AXOLOTL}lora_target_parameters: []\n").keys
+    assert "lora_target_parameters" in {item.key for item in full.not_modelled}
+    assert "lora_target_parameters" in empty.no_effect
+
+
 def test_the_keys_of_two_programs_are_refused_by_both_names() -> None:
     with pytest.raises(ConfigError, match="axolotl and llamafactory"):
         describe_run(SourceText(f"{AXOLOTL}stage: sft\nmodel_name_or_path: a/b\nfinetuning_type: lora\n"))

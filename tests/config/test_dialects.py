@@ -288,3 +288,13 @@ def test_a_named_dialect_loads_alone_and_without_torch(tmp_path: Path) -> None:
 
 def test_the_protocol_says_what_must_be_written() -> None:
     assert Dialect.__abstractmethods__ == {"read", "write"}
+
+
+@pytest.mark.parametrize(("mode", "cp"), [("ring", 2), ("ulysses", 1)])
+def test_llama_factory_divides_sequences_by_its_own_key(mode: str, cp: int) -> None:
+    """Its Ulysses attention goes past accelerate's mesh."""
+    reading = read_settings(
+        "model: m\nmodel_class: llm\ntrain_dataset: d.yaml\ninit_config: {name: init_on_default}\n"
+        f"dist_config: {{name: fsdp2}}\ncp_size: 2\ncp_mode: {mode}\nbf16: true\n"
+    )
+    assert (reading.dialect, reading.require().mesh.cp) == ("llamafactory", cp)

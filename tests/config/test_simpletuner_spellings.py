@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdptool.cli.app import run
 from fsdptool.config import read_settings, write_settings
 from fsdptool.config.migrate import repair
 from fsdptool.records.sharding import FsdpSettings
@@ -187,3 +189,10 @@ def test_a_file_is_read_as_its_loader_makes_arguments(
     reading = read_settings(json.dumps(data) + "\n", dialect="simpletuner")
     assert reading.facts[key] == value
     assert [item.code for item in reading.errors] == codes
+
+
+def test_a_migrated_file_runs_version_2(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_family": "flux", "fsdp_enable": true,\n "fsdp_version": 1}\n')
+    assert run(["migrate", str(path)]) == 0
+    assert json.loads(path.read_text())["fsdp_version"] == 2

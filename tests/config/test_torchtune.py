@@ -32,6 +32,10 @@ def test_its_settings() -> None:
         (("dtype: bf16", "enable_activation_offloading: true\ndtype: bf16"), []),
         (("enable_activation_checkpointing", "enable_activation_offloading"), ["FSD318"]),
         (("dtype: bf16", "tensor_parallel_dim: 2\ndtype: bf16"), ["FSD212"]),
+        *(
+            (("dtype: bf16", f"tensor_parallel_dim: {size}\ndtype: bf16"), ["FSD206"])
+            for size in ("0", "true", "x")
+        ),
         (("dtype: bf16", "fsdp_cpu_offload: 'yes'\ndtype: bf16"), ["FSD205"]),
     ],
 )

@@ -486,3 +486,9 @@ def test_a_value_that_is_no_number_is_told_and_left_out(tmp_path: Path) -> None:
         found = describe_run(SourceText(made.after or "", "run.yaml"), program=to)
         assert found is not None
         assert "abc" not in found.learning.values()
+
+
+def test_a_recipe_adapts_the_named_layers() -> None:
+    made = translate(described(AXOLOTL), "fsdptool")
+    assert "lora_targets" not in {loss.name for loss in made.losses}
+    assert "q_proj" in made.text

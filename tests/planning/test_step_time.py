@@ -144,6 +144,22 @@ def test_communication_hides_behind_enough_compute() -> None:
     assert idle.exposed_communication > 0.9 * idle.communication
 
 
+def test_further_nodes_delay_the_whole_step() -> None:
+    """The traffic of offload to the host, too."""
+    run = replace(RUN, offloaded_bytes=25e9, optimizer_bytes=8e9)
+
+    def seconds(slowdown: float) -> float:
+        machine = replace(MACHINE, node_slowdown=slowdown)
+        timing = time_step(
+            stages(4, size=4e8, forward=0.02), run, ParallelDims(1, 16), make_cluster(GPU, 8, 2), machine
+        )
+        assert timing is not None
+        assert timing.offload == pytest.approx(1.0)
+        return timing.seconds
+
+    assert seconds(0.1) == pytest.approx(1.1 * seconds(0.0))
+
+
 def test_copies_to_the_host_take_what_compute_does_not_hide() -> None:
     """Forward of 20 ms and backward of 40 ms a unit, on one rank: copies of 10 ms cost nothing."""
     alone = [
