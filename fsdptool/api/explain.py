@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.described import describe_run
+from fsdptool.config.command_lines import default_files
+from fsdptool.config.described import describe_run, loader
 from fsdptool.config.dialects import load_registry
 from fsdptool.config.reader import read_settings
 from fsdptool.config.result import Reading, explain_document
@@ -77,7 +78,8 @@ def explain_one(
     if run is not None and (reading.path or "").endswith(SCRIPTS):
         from fsdptool.config.script_runs import script_settings
 
-        reading = replace(reading, effective=script_settings(reading.source, words))
+        load = loader(default_files(reading.source.path))
+        reading = replace(reading, effective=script_settings(reading.source, words, load))
     if run is not None and reading.dialect is None:
         reading = _with(reading, tuple(_as_note(item, run.program) for item in reading.diagnostics))
     return Explained(reading, run)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,11 @@ class NamedFiles:
                 return "is not a path"
         return "is outside the folders that may be read" if outside else "is not found"
 
+    def within_project(self) -> NamedFiles:
+        """Return these files without those outside the folders, and the repositories that they are in."""
+        roots = [_root_of(folder.absolute().resolve()) for folder in self.folders]
+        return replace(self, allowed=partial(_below, tuple(roots), self.allowed))
+
     def with_written(self, script: str, substituted: str) -> NamedFiles:
         """Return these files and those that a script writes with here-documents.
 
@@ -164,6 +170,16 @@ class NamedFiles:
         """
         written = here_documents(script, substituted)
         return replace(self, texts={**self.texts, **written}) if written else self
+
+
+def _root_of(folder: Path) -> Path:
+    """Return the repository that a folder is in, or the folder."""
+    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
+
+
+def _below(roots: tuple[Path, ...], allowed: Callable[[Path], bool], path: Path) -> bool:
+    place = path.resolve()
+    return any(place.is_relative_to(root) for root in roots) and allowed(path)
 
 
 def default_files(path: str | None) -> NamedFiles:

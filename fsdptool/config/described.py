@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
-from fsdptool.config.shell_variables import batch_variables, substituted, tasks_of_srun
+from fsdptool.config.shell_variables import step_of_srun, substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -80,8 +80,7 @@ def describe_run(
     if (source.path or "").endswith(SCRIPTS):
         from fsdptool.config.script_runs import describe_script
 
-        files = files or default_files(source.path)
-        run = describe_script(source, words, load=partial(_beside, files))
+        run = describe_script(source, words, load=loader(files or default_files(source.path)))
         return _with_family(run) if run is not None else None
     return describe_written(source, program=program, files=files, version=version)[0]
 
@@ -298,20 +297,25 @@ def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
     from fsdptool.config.script_runs import describe_script
     from fsdptool.scripts.defaults import OF_CLASSES
 
+    inside = files.within_project()
     for command in find_commands(text):
         if command.script is None:
             continue
         name = str(command.script.value)
         launch, words = _launch(text, command, files, {})
+        kind = launch.script.rpartition(".")[2].lower()
+        if _OTHER_WORK.search(kind) and not _TRAINS.search(kind):
+            continue
+        module = re.fullmatch(r"[\w.]+", name) is not None and not name.endswith(SCRIPTS)
         try:
-            script = files.read(name if name.endswith(SCRIPTS) else f"{name.replace('.', '/')}.py", SCRIPTS)
-        except UnreadableError:
+            script = inside.read(f"{name.replace('.', '/')}.py" if module else name, SCRIPTS)
+            if not isinstance(script, SourceText):
+                continue
+            if any(method in script.text for method in OF_CLASSES[1:]):
+                words = _with_file(words, files)
+            run = describe_script(script, words, launch, loader(files))
+        except (UnreadableError, ConfigError):  # the text beside it still says what it says
             continue
-        if not isinstance(script, SourceText):
-            continue
-        if any(method in script.text for method in OF_CLASSES[1:]):
-            words = _with_file(words, files)
-        run = describe_script(script, words, launch, partial(_beside, files))
         if run is not None:
             problems = (*run.problems, *launch.problems)
             return replace(
@@ -325,18 +329,18 @@ def _with_file(words: Sequence[str], files: NamedFiles) -> list[str]:
 
     Flags replace what the file says (TRL 1.16 ``trl_parser.py``).
     """
-    at = next((index for index, word in enumerate(words) if _is_file(word)), None)
+    named = [index > 0 and words[index - 1].lstrip("-") in _CONFIG_FLAGS for index in range(len(words))]
+    at = next((i for i, word in enumerate(words) if _is_file(word) and (i == 0 or named[i])), None)
     data = _beside(files, words[at]) if at is not None else None
     if at is None or not isinstance(data, dict):
         return list(words)
     found: list[str] = []
     for key, value in data.items():
-        if isinstance(value, dict):
-            found += (f"--{key}", json.dumps(value))
+        if isinstance(value, list):
+            found += (f"--{key}", *map(_word, value)) if value else ()
         elif value is not None:
-            found += (f"--{key}", *map(_word, value if isinstance(value, list) else [value]))
-    named = at > 0 and words[at - 1].lstrip("-") in _CONFIG_FLAGS
-    return [*found, *words[: at - named], *words[at + 1 :]]
+            found.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else _word(value)}")
+    return [*found, *words[: at - named[at]], *words[at + 1 :]]
 
 
 def _word(value: object) -> str:
@@ -385,6 +389,11 @@ def _plain(root: Node) -> dict[str, Any]:
             node.value = None
     value = to_python(root)
     return {str(key): item for key, item in value.items()}
+
+
+def loader(files: NamedFiles) -> Callable[[str], object]:
+    """Return what reads the files of settings that a script loads, within its project, as plain data."""
+    return partial(_beside, files.within_project())
 
 
 def _beside(files: NamedFiles, name: str) -> Any:
@@ -488,9 +497,9 @@ def _launch(
             flags["num_gpus"] = named.count(",") + 1
         launch = _on_ranks(replace(launch, deepspeed=True), flags, "num_gpus", "num_nodes")
     elif command.program == "python" and script is not None and command.verb == "":
-        slurm, tasks = tasks_of_srun(text, command.start)
-        nodes = integer(batch_variables(text).get("SLURM_NNODES")) if slurm else 1
-        launch = replace(launch, processes=tasks if slurm else 1, nodes=nodes)
+        step = step_of_srun(text, command.start)
+        processes, nodes = (1, 1) if step is None else step
+        launch = replace(launch, processes=processes, nodes=nodes)
     elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
         launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
     per_node = integer(environment.get("NPROC_PER_NODE"))

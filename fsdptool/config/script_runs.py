@@ -91,9 +91,11 @@ def describe_script(
     return described(script, source.path, launch) if script is not None else None
 
 
-def script_settings(source: SourceText, words: Sequence[str] = ()) -> tuple[EffectiveSetting, ...]:
+def script_settings(
+    source: SourceText, words: Sequence[str] = (), load: Callable[[str], object] | None = None
+) -> tuple[EffectiveSetting, ...]:
     """Return what a script sets, with its lines; arguments and errors as :func:`describe_script`."""
-    script = read_script_run(source, words)
+    script = read_script_run(source, words, load=load)
     return tuple(_effective(item) for item in script.settings.values()) if script is not None else ()
 
 
@@ -112,13 +114,14 @@ def _effective(item: Setting) -> EffectiveSetting:
 def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> DescribedRun:
     """Return the run of the settings of a script; ``path`` is its file."""
     given = _of_launch(script, launch)
-    script = replace(
-        script,
-        fsdp=launch.fsdp or "none" if given and script.fsdp is None else script.fsdp,
-        processes=script.processes or launch.processes,
-    )
+    fsdp = script.fsdp
+    if given and fsdp is None and launch.unread is None:
+        fsdp = launch.fsdp or "none"
+    script = replace(script, fsdp=fsdp, processes=script.processes or launch.processes)
     unread = {key: item for key, item in script.settings.items() if item.unread is not None}
-    data = given | {key: item.value for key, item in script.settings.items() if key not in unread}
+    data = {key: item.value for key, item in script.settings.items() if key not in unread}
+    # None leaves a setting to the launcher.
+    data |= {key: value for key, value in given.items() if data.get(key) is None}
     run = _described(script, data, path, launch)
     limits: list[UnmodelledKey] = []
     open_facts: set[str] = set()

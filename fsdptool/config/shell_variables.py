@@ -38,10 +38,10 @@ _EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
 _EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/]*)["\']?\s*\]+')
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
 _BATCH_OPTION = re.compile(
-    r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.-]{1,32})"
+    r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.,-]{1,100})"
     r"|-([Nnc])\s*(\d[\d-]{0,16}))"
 )
-_OF_BATCH = re.compile(r"\\?\$\{?(SLURM_\w+)\b\}?")
+_OF_BATCH = re.compile(r"\\?\$(?:\{(SLURM_\w+)(?::?-[^{}]*)?\}|(SLURM_\w+)\b)")
 _SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task"}
 _LONGEST = 20_000
 """Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
@@ -90,7 +90,8 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
             return text
     whole = "".join((*pieces, text[last:]))
     # What is quoted for another shell (``bash -c '...'``): Slurm exports its variables.
-    return _OF_BATCH.sub(lambda found: batch.get(found[1], found[0]), whole) if batch else whole
+    known = {name: value for name, value in batch.items() if re.search(rf"\b{name}\+?=", text) is None}
+    return _OF_BATCH.sub(lambda found: known.get(found[1] or found[2], found[0]), whole) if known else whole
 
 
 def batch_variables(text: str) -> dict[str, str]:
@@ -108,9 +109,8 @@ def batch_variables(text: str) -> dict[str, str]:
     if asked and not asked.keys() & {"nodes", "ntasks"}:
         asked["nodes"] = "1"
     nodes, tasks = _count(asked.get("nodes")), _tasks(asked)
-    gpus = re.fullmatch(
-        r"(?:gpu:)?(?:[\w.-]+:)?(\d{1,6})", asked.get("gpus-per-node") or asked.get("gres", "")
-    )
+    gpus = re.fullmatch(r"(?:[\w.-]+:)?(\d{1,6})", asked.get("gpus-per-node", ""))
+    gpus = gpus or re.search(r"(?:^|,)gpu(?::[\w.-]+)?:(\d{1,6})(?=,|$)", asked.get("gres", ""))
     found = {
         **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
         **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), tasks),
@@ -122,22 +122,28 @@ def batch_variables(text: str) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def tasks_of_srun(text: str, start: int) -> tuple[bool, int | None]:
-    """Return whether ``srun`` starts the command at ``start`` of a script, and how often; None: not known.
+def step_of_srun(text: str, start: int) -> tuple[int | None, int | None] | None:
+    """Return the tasks and the nodes with which ``srun`` starts a command, None for what is not known.
 
     Options of ``srun`` come before those of the batch script.
+
+    Args:
+        text: The script.
+        start: Where the command begins.
+
+    Returns:
+        None where ``srun`` does not start it.
     """
-    line = re.split(r"(?<!\\)[\n;&|]", text[:start].replace("\\\n", "  "))[-1]
-    started = re.search(r"(?:^|\s)srun\s(.*)", line)
+    begin = next((first for first, last in spans_of(text) if first <= start < last), 0)
+    started = re.search(r"(?:^|\s)srun\s(.*)", text[begin:start].replace("\\\n", "  "), re.DOTALL)
     if started is None:
-        return False, None
+        return None
     batch = batch_variables(text)
     outer = {"nodes": batch.get("SLURM_NNODES"), "ntasks-per-node": batch.get("SLURM_NTASKS_PER_NODE")}
     given = _batch_options(started[1])
-    tasks = (
-        _tasks({name: value for name, value in outer.items() if value is not None} | given) if given else None
-    )
-    return True, tasks if tasks is not None else _count(batch.get("SLURM_NTASKS"))
+    asked = {name: value for name, value in outer.items() if value is not None} | given
+    tasks = _tasks(asked) if given else None
+    return tasks if tasks is not None else _count(batch.get("SLURM_NTASKS")), _count(asked.get("nodes"))
 
 
 def _batch_options(text: str) -> dict[str, str]:
@@ -151,7 +157,7 @@ def _tasks(asked: Mapping[str, str]) -> int | None:
 
 
 def _count(value: str | None) -> int | None:
-    return int(value) if value is not None and value.isascii() and value.isdigit() else None
+    return int(value) if value is not None and re.fullmatch(r"[0-9]{1,6}", value) else None
 
 
 class _Script:

@@ -27,7 +27,6 @@ from fsdptool.scripts.values import (
     constant,
     is_constant,
     made_by,
-    origins,
 )
 
 _LOADERS = (
@@ -36,7 +35,7 @@ _LOADERS = (
 )
 """Functions that read a file of settings."""
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
-_MOST_SOURCES, _DEEPEST = 1000, 20
+_MOST_FILES, _DEEPEST = 20, 20
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
@@ -69,6 +68,7 @@ class RunInterpreter(Interpreter):
     ) -> None:
         super().__init__(tree)
         self._load = load
+        self._files: dict[str, Value | None] = {}
         self._defaults = defaults
         self._words = words
         self._flags, self._positional = _flags(words)
@@ -368,15 +368,13 @@ class RunInterpreter(Interpreter):
 
     def _loaded(self, source: Value | None, node: ast.AST) -> Value | None:
         """Return the file of settings that a value was opened from, or None where it cannot be read."""
-        waiting = list(origins(source)) if self._load is not None else []
-        for value in waiting:
-            if isinstance(value, Thing) and len(waiting) < _MOST_SOURCES:
-                waiting += (*value.args, *(item for arg in value.args for item in arg.sources))
-            path = constant(value)
-            if isinstance(path, str) and path.lower().endswith(_SETTINGS):
-                data = self._load(path) if self._load is not None else None
-                return _as_value(data, path, node) if isinstance(data, dict) else None
-        return None
+        path = _path_of(source)
+        if path is None or self._load is None or not path.lower().endswith(_SETTINGS):
+            return None
+        if path not in self._files and len(self._files) < _MOST_FILES:
+            data = self._load(path)
+            self._files[path] = _as_value(data, path, node) if isinstance(data, dict) else None
+        return self._files.get(path)
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
         """Return what a function yields whose parameters are the arguments."""
@@ -448,6 +446,24 @@ class RunInterpreter(Interpreter):
             known = {self.truth(item) for item in value.options}
             return known.pop() if len(known) == 1 else None
         return super().truth(value)
+
+
+def _path_of(value: Value | None, depth: int = 0) -> str | None:
+    """Return the path of a file that a script opens or reads, where it is made of constants."""
+    if isinstance(value, Const):
+        return value.value if isinstance(value.value, str) else None
+    if not isinstance(value, Thing) or depth > _DEEPEST:
+        return None
+    parts: Sequence[Value] = value.args[:1] if value.kind in ("builtins.open", "io.open") else ()
+    if value.kind in ("pathlib.Path", "os.path.join") or (value.kind, value.label) == ("binary", "Div"):
+        parts = value.args
+    elif value.kind == "unknown":  # ``with open(...) as file``
+        parts = value.sources[:1]
+    elif value.kind == "result" and value.label in ("open", "read", "read_text", "read_bytes"):
+        parts = (value.inner,) if value.inner is not None else ()
+    paths = [_path_of(part, depth + 1) for part in parts]
+    known = [path for path in paths if path is not None]
+    return "/".join(known) if known and len(known) == len(paths) else None
 
 
 def _as_value(data: object, label: str, node: ast.AST, depth: int = 0) -> Value:

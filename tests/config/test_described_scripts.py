@@ -375,7 +375,10 @@ Trainer(model=model, args=args, train_dataset=None).train()
 """
 
 
-@pytest.mark.parametrize(("precision", "compute"), [("", "bf16"), (', mixed_precision="no"', "fp32")])
+@pytest.mark.parametrize(
+    ("precision", "compute"),
+    [("", "bf16"), (', mixed_precision="no"', "fp32"), (", mixed_precision=None", "bf16")],
+)
 def test_a_command_starts_a_persons_own_loop(tmp_path: Path, precision: str, compute: str) -> None:
     """The launcher shards, and the script's own arguments decide."""
     (tmp_path / "loop.py").write_text(LOOP.replace("PRECISION", precision))
@@ -392,13 +395,18 @@ def test_a_command_starts_a_persons_own_loop(tmp_path: Path, precision: str, com
     alone = describe_path(tmp_path / "loop.py")
     assert alone is not None
     assert (alone.micro_batch, alone.fsdp) == (1, None), "the launcher decides"
+    start.write_text("accelerate launch --config_file absent.yaml --mixed_precision bf16 loop.py\n")
+    unread = describe_path(start)
+    assert unread is not None
+    assert unread.fsdp is None and unread.unresolved, "what the launcher's file says is not known"
 
 
 def test_a_batch_script_starts_a_persons_own_trainer(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TRAINER)
+    (tmp_path / "eval_base.py").write_text(TRAINER)
     job = tmp_path / "job.sbatch"
     job.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=8\n"
+        "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=8\npython eval_base.py\n"
         "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE mine.py --unknown 3\n"
     )
     run = describe_path(job)
@@ -431,6 +439,10 @@ SFTTrainer(model=model, args=args, train_dataset=None).train()
             "args, model_args = HfArgumentParser((SFTConfig, ModelConfig)).parse_yaml_file(sys.argv[1])",
             "c.yaml",
         ),
+        (
+            "args, model_args = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()",
+            "--dataset_config ds.json --config c.yaml",
+        ),
     ],
 )
 def test_a_script_fills_its_classes_from_the_file_of_its_command(
@@ -441,8 +453,9 @@ def test_a_script_fills_its_classes_from_the_file_of_its_command(
     )
     (tmp_path / "c.yaml").write_text(
         "model_name_or_path: Qwen/Qwen2.5-1.5B\nmax_length: 2048\nper_device_train_batch_size: 4\n"
-        "bf16: true\nmodel_init_kwargs:\n"
+        "bf16: true\nmodel_init_kwargs:\nreport_to: []\nrun_name: --mine\n"
     )
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": "auto"}, "max_length": 1}')
     start = tmp_path / "start.sh"
     more = " --per_device_train_batch_size 2" if "--config" in words else ""
     start.write_text(f"torchrun --nproc_per_node 2 mine.py {words}{more}\n")
@@ -453,7 +466,7 @@ def test_a_script_fills_its_classes_from_the_file_of_its_command(
 
 
 LOADED = """
-import argparse, json, yaml
+import argparse, json, os, yaml
 from omegaconf import OmegaConf
 from pathlib import Path
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -470,6 +483,16 @@ Trainer(model=model, args=args, train_dataset=None).train()
 @pytest.mark.parametrize(
     ("load", "name", "size"),
     [
+        (
+            'cfg = yaml.safe_load(open(os.path.join("sub", args.cfg)))',
+            'cfg["model"]["name"]',
+            "cfg['train']['size']",
+        ),
+        (
+            "cfg = yaml.safe_load((Path('sub') / args.cfg).open())",
+            'cfg["model"]["name"]',
+            "cfg['train']['size']",
+        ),
         ("cfg = yaml.safe_load(open(args.cfg))", 'cfg["model"]["name"]', 'cfg["train"]["size"]'),
         (
             "with open(args.cfg) as f:\n    cfg = yaml.safe_load(f)",
@@ -487,9 +510,13 @@ Trainer(model=model, args=args, train_dataset=None).train()
 def test_a_script_loads_its_settings_from_a_file(tmp_path: Path, load: str, name: str, size: str) -> None:
     text = LOADED.replace("LOAD", load).replace("NAME", name).replace("SIZE", size)
     (tmp_path / "mine.py").write_text(text)
-    (tmp_path / "big.yaml").write_text(
-        "model: {name: Qwen/Qwen2.5-1.5B}\ntrain: {size: 4}\nextra: {bf16: true}\n"
-    )
+    written = "model: {name: Qwen/Qwen2.5-1.5B}\ntrain: {size: 4}\nextra: {bf16: true}\n"
+    (tmp_path / "sub").mkdir()
+    right, other = (tmp_path / "sub" / "big.yaml", tmp_path / "big.yaml")
+    for path, text in zip(
+        (right, other) if "sub" in load else (other, right), (written, "model: {}"), strict=True
+    ):
+        path.write_text(text)
     (tmp_path / "start.sh").write_text("torchrun --nproc_per_node 2 mine.py --cfg big.yaml\n")
     for run in (
         describe_path(tmp_path / "start.sh"),

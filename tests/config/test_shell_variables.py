@@ -11,7 +11,7 @@ import pytest
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.here_documents import here_documents
 from fsdptool.config.shell import words_of
-from fsdptool.config.shell_variables import substituted, tasks_of_srun
+from fsdptool.config.shell_variables import step_of_srun, substituted
 
 SOURCED = 'A=8\nB=${A}0; if [ -z "$C" ]; then C=set; fi\nexport D="two words"\ntouch ran\n'
 
@@ -186,6 +186,8 @@ def test_here_documents_are_the_files_that_bash_writes(tmp_path: Path) -> None:
         ("#SBATCH --nodes=2 --ntasks-per-node 1 # one launcher each\n#SBATCH --gpus-per-node=8", "2 8 2"),
         ("#SBATCH -N4\n\n# a comment\n#SBATCH -n 16 --gres=gpu:a100:4", "4 4 16"),
         ("#SBATCH --gres gpu:2", "1 2 $SLURM_NTASKS"),
+        ("#SBATCH --gres=nvme:1,gpu:8", "1 8 $SLURM_NTASKS"),
+        ("#SBATCH --gres=shard:4", "1 $SLURM_GPUS_ON_NODE $SLURM_NTASKS"),
         ("#SBATCH -N 2-4 --gpus-per-node=h100:8", "$SLURM_NNODES 8 $SLURM_NTASKS"),
         ("#SBATCH -N 2\nset -e\n#SBATCH -N 9", "2 $SLURM_GPUS_ON_NODE $SLURM_NTASKS"),
         ("set -e\n#SBATCH -N 9", "$SLURM_NNODES $SLURM_GPUS_ON_NODE $SLURM_NTASKS"),
@@ -197,20 +199,26 @@ def test_slurm_sets_what_a_batch_script_asks_for(asked: str, value: str) -> None
 
 
 def test_a_shell_that_slurm_starts_has_its_variables() -> None:
-    text = "#SBATCH -N 2\nsrun bash -c 'torchrun --nnodes=${SLURM_NNODES} --node_rank=$SLURM_PROCID t.py'\n"
-    assert "--nnodes=2 --node_rank=$SLURM_PROCID" in substituted(text)
+    for written in ("$SLURM_NNODES", "${SLURM_NNODES}", "${SLURM_NNODES:-1}"):
+        text = f"#SBATCH -N 2\nsrun bash -c 'torchrun --nnodes={written} --node_rank=$SLURM_PROCID t.py'\n"
+        assert "--nnodes=2 --node_rank=$SLURM_PROCID" in substituted(text)
+    branch = "#SBATCH -N 2\nif [ -f small ]; then SLURM_NNODES=1; fi\ntorchrun --nnodes $SLURM_NNODES t.py\n"
+    assert "--nnodes $SLURM_NNODES" in substituted(branch)
 
 
 @pytest.mark.parametrize(
-    ("command", "tasks"),
+    ("command", "step"),
     [
-        ("srun python t.py", (True, 16)),
-        ("srun --ntasks=4 \\\n  --mem=0 \\\n  python t.py", (True, 4)),
-        ("srun --ntasks-per-node 1 bash -c 'python t.py'", (True, 2)),
-        ("srun --nodes=1 hostname; python t.py", (False, None)),
-        ("python t.py", (False, None)),
+        ("srun python t.py", (16, 2)),
+        ("srun --ntasks=4 \\\n  --mem=0 \\\n  python t.py", (4, 2)),
+        ("srun --nodes=1 --ntasks=4 python t.py", (4, 1)),
+        ("srun --ntasks-per-node 1 bash -c 'cd x && python t.py'", (2, 2)),
+        ("srun --nodes=1 hostname; python t.py", None),
+        ("python t.py", None),
     ],
 )
-def test_srun_starts_a_command_once_for_each_task(command: str, tasks: tuple[bool, int | None]) -> None:
+def test_srun_starts_a_command_once_for_each_task(
+    command: str, step: tuple[int | None, int | None] | None
+) -> None:
     text = f"#SBATCH -N2 --ntasks-per-node=8\n{command}"
-    assert tasks_of_srun(text, text.index("python")) == tasks
+    assert step_of_srun(text, text.index("python")) == step

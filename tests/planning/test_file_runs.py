@@ -10,6 +10,7 @@ import pytest
 
 import fsdptool
 from fsdptool.cli.app import run
+from fsdptool.config import read_settings
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.request.file_run import bound_of, file_run, read_file_run
@@ -530,16 +531,20 @@ def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_p
         ("accelerate launch --multi_gpu --num_processes 16", {}, (2, 8)),
         ("accelerate launch --multi_gpu --num_processes 12 --num_machines 3", {}, (3, 4)),
         ("accelerate launch --multi_gpu --num_processes 6", {}, (1, 6)),
+        ("accelerate launch --multi_gpu --num_processes 12", {}, (2, 6)),
     ],
 )
 def test_the_nodes_are_those_of_the_launch(
     model: str, tmp_path: Path, launcher: str, given: dict[str, int], nodes: tuple[int, int]
 ) -> None:
     path = tmp_path / "train.sh"
-    path.write_text(f"{launcher} -m trl.scripts.sft --model_name_or_path m --max_length 64 --output_dir o\n")
-    options = {"reference": str(path), "model": model, "gpu": "H100-80GB-SXM", **given}
+    path.write_text(f"{launcher} -m trl.scripts.sft --model_name_or_path {model} --max_length 64\n")
+    options = {"reference": str(path), "gpu": "H100-80GB-SXM", **given}
     (cluster,) = (offer for offer in read_request(cast("Options", options)).inputs.clusters)
     assert (cluster.nodes, cluster.gpus_per_node) == nodes
+    if not given:
+        settings = read_settings(fsdptool.emit_config(str(path))).require()
+        assert (settings.num_machines, settings.num_processes) == (nodes[0], nodes[0] * nodes[1])
 
 
 def test_a_global_batch_that_its_program_refuses_does_not_stop_the_plan(tmp_path: Path) -> None:

@@ -171,10 +171,10 @@ def ranks_of(run: DescribedRun, given: int | None, where: str, flag: str) -> int
 
 
 def nodes_of(run: DescribedRun, ranks: int) -> int:
-    """Return the nodes of the ranks that a file starts: as it says, or as many as nodes of eight GPUs."""
+    """Return the number of nodes: what the file says, or as few as hold at most eight GPUs each."""
     if run.nodes is not None and run.nodes > 0 and ranks % run.nodes == 0:
         return run.nodes
-    return ranks // _PER_NODE if ranks > _PER_NODE and ranks % _PER_NODE == 0 else 1
+    return next(ranks // each for each in range(min(_PER_NODE, ranks), 0, -1) if ranks % each == 0)
 
 
 def is_recipe(run: DescribedRun) -> bool:
@@ -556,7 +556,8 @@ def _suited(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettin
     elif ranks != mesh.other_sizes * mesh.size("dp_shard"):
         fits = ranks % (others * mesh.dp_replicate) == 0
         mesh = replace(mesh, dp_shard=None, dp_replicate=mesh.dp_replicate if fits else 1)
-    return replace(settings, mesh=mesh, num_processes=ranks)
+    nodes = nodes_of(run, ranks) if ranks == run.processes else 1
+    return replace(settings, mesh=mesh, num_processes=ranks, num_machines=nodes)
 
 
 def _settings(run: DescribedRun) -> FsdpSettings:

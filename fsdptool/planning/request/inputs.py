@@ -16,7 +16,7 @@ from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
-from fsdptool.planning.request.file_run import file_run, nodes_of, ranks_of, read_file_run
+from fsdptool.planning.request.file_run import file_run, ranks_of, read_file_run
 from fsdptool.planning.request.followed_loop import OWN, follow, training_loop, unread_keys
 from fsdptool.planning.request.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.request.recipe import build_recipe, set_fields
@@ -181,8 +181,8 @@ def _from_file(
     )
     own = {name: value for name, value in options.items() if name not in ("reference", "model")}
     settings = made.settings
-    if not cpu and not options.keys() & {"gpus", "nodes", "clusters"}:
-        settings = replace(settings, num_machines=nodes_of(run, ranks))
+    if cpu or options.keys() & {"gpus", "nodes", "clusters"}:
+        settings = replace(settings, num_machines=1)
     merged = {**made.options, **own, "recipe": made.recipe, "config": settings}
     return run, cast("Options", merged), made.limits
 
