@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 from fsdptool.families.registry import load_registry
 from fsdptool.source.known_models import family_of_name
@@ -37,12 +38,18 @@ PEFT_TARGETS: Mapping[str, tuple[str, ...] | str] = {
     "t5": ("q", "v"),
 }  # fmt: skip
 _IN_NAMES = {
-    "mt5": "mt5", "t5": "t5", "gpt2": "gpt2", "bloom": "bloom", "pythia": "gpt_neox", "neox": "gpt_neox",
-    "dolly": "gpt_neox", "falcon": "falcon", "mpt": "mpt", "roberta": "roberta", "deberta": "deberta-v2",
-    "bert": "bert", "codegen": "codegen", "starcoder": "gpt_bigcode", "santacoder": "gpt_bigcode",
-    "chatglm": "chatglm",
+    "mt5": "mt5", "umt5": "umt5", "t5gemma": "t5gemma", "t5": "t5", "flant5": "t5", "codet5": "t5",
+    "gpt2": "gpt2", "distilgpt2": "gpt2", "bloom": "bloom", "bloomz": "bloom", "pythia": "gpt_neox",
+    "neox": "gpt_neox", "gptneox": "gpt_neox", "dolly": "gpt_neox", "falcon": "falcon",
+    "falconh1": "falcon_h1", "falconmamba": "falcon_mamba", "mpt": "mpt", "roberta": "roberta",
+    "distilroberta": "roberta", "camembert": "camembert", "xlmroberta": "xlm-roberta",
+    "deberta": "deberta-v2", "bert": "bert", "biobert": "bert", "distilbert": "distilbert",
+    "albert": "albert", "modernbert": "modernbert", "nomicbert": "nomic_bert", "codegen": "codegen",
+    "starcoder": "gpt_bigcode", "starcoderbase": "gpt_bigcode", "starcoder2": "starcoder2",
+    "santacoder": "gpt_bigcode", "chatglm": "chatglm",
 }  # fmt: skip
-"""Words in the names of models whose size is not known, and the type that they stand for."""
+"""Words in the names of models whose size is not known, hyphens left out, and the type that they stand for.
+Some types are not peft's: it refuses them without named layers."""
 
 
 def type_of(model: str) -> str | None:
@@ -51,5 +58,7 @@ def type_of(model: str) -> str | None:
     if family:
         named = load_registry().get(family).flavours()[size].config.get("model_type")
         return str(named) if named is not None else None
-    words = re.split(r"[^a-z0-9]+", model.lower().replace("gpt-2", "gpt2").replace("neo-x", "neox"))
-    return next((kind for word, kind in _IN_NAMES.items() if any(word in part for part in words)), None)
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])\d+[bm](?![a-z0-9])", "", model.lower()))
+    # Two words first: GPT-2, Falcon-H1. Parts of words are others: "mpt" of "prompt".
+    named = [*(first + second for first, second in pairwise(words)), *words]
+    return next((_IN_NAMES[word] for word in named if word in _IN_NAMES), None)

@@ -25,7 +25,15 @@ def test_the_layers_are_those_of_peft() -> None:
         ("google/mt5-small", "mt5"),
         ("org/roberta-mine", "roberta"),
         ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("org/mpt7b-tuned", "mpt"),
+        ("org/biobert-mine", "bert"),
+        ("distilgpt2-mine", "gpt2"),
         ("org/unheard-of", None),
+        ("org/my-prompt-model", None),
+        ("distilbert-mine", "distilbert"),
+        ("falcon-h1-mine", "falcon_h1"),
+        ("org/starcoder2-mine", "starcoder2"),
+        ("org/t5gemma-mine", "t5gemma"),
     ],
 )
 def test_the_type_of_a_model_is_found_by_its_name(model: str, kind: str | None) -> None:
