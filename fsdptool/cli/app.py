@@ -197,16 +197,18 @@ def _take_standard_input(arguments: list[str]) -> None:
     """Read what ``-`` stands for, if a command names it as a file: files are read more than once.
 
     Raises:
-        ConfigError: It holds more bytes than any file that a command reads.
+        ConfigError: It is closed, or holds more bytes than any file that a command reads.
     """
-    named = any(
-        word == "-" and before not in ("-o", "--output") for before, word in itertools.pairwise(arguments)
-    )
+    # Behind ``--`` stand the words of another program.
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    named = any(word == "-" and before not in ("-o", "--output") for before, word in itertools.pairwise(own))
     if not named or arguments[0] not in _READ_FILES:
         return
     from fsdptool.errors import ConfigError
     from fsdptool.files.text import take_standard_input
 
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed", help="give a file")
     data = sys.stdin.buffer.read(_LONGEST_INPUT + 1)
     if len(data) > _LONGEST_INPUT:
         raise ConfigError(f"standard input has more than {_LONGEST_INPUT:,} bytes", help="give a file")
@@ -245,6 +247,11 @@ def run(arguments: list[str]) -> int:
             complain(named)
             return int(ExitCode.USAGE)
         return _other(error)
+    finally:
+        if "-" in arguments:
+            from fsdptool.files.text import take_standard_input
+
+            take_standard_input(None)
     return outcome if isinstance(outcome, int) else int(ExitCode.CLEAN)
 
 

@@ -254,11 +254,11 @@ _given: bytes | None = None
 """What standard input holds, where a command line names it as ``-``."""
 
 
-def take_standard_input(data: bytes) -> None:
+def take_standard_input(data: bytes | None) -> None:
     """Let the path ``-`` stand for standard input in this process, for as many readings as there are.
 
     Args:
-        data: What it holds.
+        data: What it holds; None makes ``-`` a path again.
     """
     global _given
     _given = data

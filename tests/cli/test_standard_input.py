@@ -33,6 +33,9 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_is_read_from_a_pipe(piped: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["audit", "-"]) == 0
     assert "1 file, " in capsys.readouterr().out
+    with pytest.raises(text.UnreadableError):
+        text.read_source("-")
+    text.take_standard_input(AXOLOTL)
     for _ in range(2):
         found = read_file_run("-")
         assert found is not None
@@ -42,9 +45,18 @@ def test_a_file_is_read_from_a_pipe(piped: None, capsys: pytest.CaptureFixture[s
 def test_an_output_or_another_command_does_not_wait_for_it(piped: None) -> None:
     run(["families", "-"])
     run(["plan", "no-such:model", "-o", "-"])
+    run(["plan", "no-such:model", "--", "python", "train.py", "-"])
     assert sys.stdin.buffer.read() == AXOLOTL
 
 
 def test_a_path_in_the_library_is_a_path(piped: None) -> None:
     with pytest.raises(text.UnreadableError):
         text.read_source("-")
+
+
+def test_closed_standard_input_is_an_error(
+    piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(["plan", "-"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
