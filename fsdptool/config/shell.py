@@ -22,8 +22,9 @@ _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_.\-]*)")
 _TRUTH = re.compile(r"(?:true|false|yes|no|on|off|[01])(?=\s|$)", re.IGNORECASE)
 _OVER = re.compile(rf"[;&]+(?=$|{_NAMED})")
 _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]")
-_WRITES = re.compile(r"""(?:\d|&)?>>?(?:&[\d-]|[ \t]*(?:"[^"\n]*"|'[^'\n]*'|[^\s;|&"'])+)?""")
-"""Where a command writes to. ``<`` is not read: people write ``<your model>`` for what is to be filled in."""
+_WRITES = re.compile(r"""(?:\d|&)?>>?(?:&[\d-]|[ \t]*(?:>?\([^()\n]*\)|"[^"\n]*"|'[^'\n]*'|[^\s;|&"'])+)?""")
+"""Where a command writes to: a file, or another command (``> >(tee log)``). ``<`` is not read: people write
+``<your model>`` for what is to be filled in."""
 _ARRAY = re.compile(r"\w\+?=$")
 _ESCAPED = re.compile(r"\\([\"\\`])")
 """What a backslash escapes within double quotes."""
@@ -274,9 +275,10 @@ def spans_of(text: str) -> list[tuple[int, int]]:
 
 
 def _is_word(text: str, index: int) -> bool:
-    """Whether an opening bracket belongs to a word: ``$(...)``, ``${...}``, ``$[...]``, ``NAME=(...)``."""
+    """Whether an opening bracket is part of a word: ``$(``, ``${``, ``$[``, ``NAME=(``, ``>(``."""
     before = text[max(0, index - 3) : index]
-    return before.endswith("$") or (text[index] == "(" and _ARRAY.search(before) is not None)
+    array = text[index] == "(" and (before.endswith(">") or _ARRAY.search(before) is not None)
+    return before.endswith("$") or array
 
 
 def enclosed(text: str, index: int, end: int) -> int | None:

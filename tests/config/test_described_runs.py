@@ -213,11 +213,21 @@ def test_accelerate_shards_what_axolotl_starts_under_it(tmp_path: Path) -> None:
     assert open_.fsdp is None
 
 
-@pytest.mark.parametrize("where", [">> log.txt 2>&1 &", "> 'a b' ", "2>err &>all", ">$HOME/x"])
+@pytest.mark.parametrize(
+    "where", [">> log.txt 2>&1 &", "> 'a b' ", "2>err &>all", ">$HOME/x", "> >(tee -a o) 2> >(tee e >&2)"]
+)
 def test_where_a_command_writes_to_is_no_value_of_its_flags(where: str) -> None:
-    run = described(f"trl sft --model_name_or_path org/Llama-3.1-8B --dataset_name d --bf16 {where}\n")
+    line = "trl sft --model_name_or_path org/Llama-3.1-8B --dataset_name d --bf16"
+    run = described(f"{line} {where}\n")
     assert run.compute_dtype == "bf16"
-    assert run.problems == ()
+    assert run == described(f"{line}\n")
+    after = described(f"trl sft {where} --model_name_or_path org/Llama-3.1-8B --dataset_name d --bf16\n")
+    assert after == run or where.endswith("&")
+
+
+def test_the_rows_of_pairs_are_explained() -> None:
+    run = described("trl reward --model_name_or_path org/Llama-3.1-8B --dataset_name d\n")
+    assert "a pair is planned as two rows of the micro-batch; --micro-batch counts rows" in run.notes
 
 
 def test_the_gpus_that_deepspeed_includes_are_counted() -> None:

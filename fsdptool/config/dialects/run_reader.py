@@ -414,7 +414,7 @@ class RunReader:
                 self.problems.append(f"{name}: {str(value)[:60]!r} is not a whole number")
                 facts[name] = None
         if facts.get("objective") == "reward":
-            self.notes.append("a pair is planned as two rows of the micro-batch")
+            self.notes.append("a pair is planned as two rows of the micro-batch; --micro-batch counts rows")
         rank = facts.get("lora_rank")
         if rank is not None and rank < 1:
             self.problems.append(f"the rank of adapters is {rank}: it must be positive")
