@@ -529,6 +529,10 @@ def test_migrating_a_line_names_the_file_to_migrate(folder: Path) -> None:
         whole.after is not None and "num_processes: 2" in whole.after and "LlamaDecoderLayer" in whole.after
     )
     assert read_settings(whole.after).version == 2
+    (folder / "my fsdp1.yaml").write_text((folder / "fsdp1.yaml").read_text())
+    other = written(folder, "accelerate launch --config_file 'my fsdp1.yaml' t.py\n", "other.sh")
+    judged = [item.help for item in read_settings(other).diagnostics if item.code == "FSD301"]
+    assert judged == ["the settings are in another file: fsdptool migrate 'my fsdp1.yaml'"]
     # The file's own migration makes the line run FSDP2.
     after = migrate_file(folder / "fsdp1.yaml").after
     assert after is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -648,5 +649,5 @@ def _refusal(lint: LintContext) -> str | None:
     entries = (fact.entry for fact in lint.facts.values() if fact.entry is not None)
     named = next((entry.key_node.file for entry in entries if entry.key_node.file is not None), None)
     if named is not None:
-        return f"the settings are in another file: fsdptool migrate {named.source.path}"
+        return f"the settings are in another file: fsdptool migrate {shlex.quote(str(named.source.path))}"
     return None
