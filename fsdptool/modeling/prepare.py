@@ -57,7 +57,8 @@ def prepare_model(
         group: This rank's groups of tensor and expert parallelism.
         float8_device: Where float8 layers will train. None leaves layers as they are: a trace plans them as
             bf16, because torchao's layers need a GPU's kernels.
-        after_method: Called when the parameters are those of the run, still under their own names and whole.
+        after_method: Called when the parameters are those of the run, still under their own names and whole;
+            float8 layers are made after it.
         head: Lets the head compute the loss; None leaves the model its logits.
         compile: Compiles the blocks; None leaves them eager.
         shorten: For a trace of a plan that divides no layer: removes like blocks. It comes before the method,
@@ -78,11 +79,11 @@ def prepare_model(
         model.eval()
     else:
         method_of(recipe).prepare(model, recipe, family_of(spec), spec.config)
-        if float8_device is not None:
-            convert_layers(model, recipe, settings, plan, float8_device)
         model.train()
     if after_method is not None:
         after_method(model)
+    if recipe is not None and float8_device is not None:
+        convert_layers(model, recipe, settings, plan, float8_device)
     # Tensor and expert parallelism before anything that looks at parameters or wraps modules: what follows
     # sees a model of smaller layers.
     split(model, plan, group)

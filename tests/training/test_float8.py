@@ -24,8 +24,11 @@ from torch import nn
 from fsdptool.errors import ConfigError
 from fsdptool.memory.simulation.collective_bytes import DEVICES
 from fsdptool.memory.simulation.groups import cut
+from fsdptool.modeling import build_model
 from fsdptool.modeling.methods import float8
+from fsdptool.modeling.prepare import prepare_model
 from fsdptool.modeling.resolve import resolve_run
+from fsdptool.modeling.tensor_group import ALONE
 from fsdptool.modeling.units import plan_units
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import TrainingLoop
@@ -81,6 +84,27 @@ def test_other_precisions_convert_nothing() -> None:
     model = Blocks()
     assert float8.convert_layers(model, recipe_of(), FsdpSettings(mixed_precision="bf16"), NONE, CPU) == 0
     assert all(type(module).__name__ != "Float8Linear" for module in model.modules())
+
+
+def test_a_methods_parameters_are_looked_at_before_layers_are_converted(tmp_path: Path) -> None:
+    """Its files are opened by the names that the parameters have until then."""
+    recipe, _ = prepare_case(WIDE, tmp_path, "full")
+    spec = resolve(recipe.model.reference)
+    run = resolve_run(recipe, dataclasses.replace(FP8, wrap_classes=WIDE.wrap, use_cpu=True), ranks=1)
+    plan = plan_units(anatomy_of(spec, WIDE.wrap), run)
+    model, seen = build_model(spec, run.recipe.model, cp=1), list[str]()
+    with pytest.raises(ConfigError, match="needs float8 hardware"):
+        prepare_model(
+            model,
+            spec,
+            run.recipe,
+            run.settings,
+            plan,
+            ALONE,
+            float8_device=CPU,
+            after_method=lambda model: seen.extend(name for name, _ in model.named_parameters()),
+        )
+    assert {*plan.float8} <= {*seen}
 
 
 @pytest.mark.parametrize(
