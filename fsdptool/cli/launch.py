@@ -77,9 +77,7 @@ def command(
     )
     text = None
     if slurm:
-        asked = cast("SlurmOptions", given)
-        asked["name"] = asked["name"] or recipe.stem
-        text = slurm_script(job, **asked)
+        text = slurm_script(job, **cast("SlurmOptions", given))
         if script is not None:
             write_file(script, text, force=force)
             script.chmod(0o755)

@@ -29,7 +29,7 @@ def slurm_script(job: MultiNodeJob, **options: Unpack[SlurmOptions]) -> str:
 
     Args:
         job: The run.
-        **options: The options of ``fsdptool launch`` on Slurm, the job's name at least.
+        **options: The options of ``fsdptool launch`` on Slurm.
 
     Raises:
         ConfigError: A value could not be a ``#SBATCH`` value, or the time limit leaves no time to train.
@@ -39,7 +39,7 @@ def slurm_script(job: MultiNodeJob, **options: Unpack[SlurmOptions]) -> str:
     if time is not None:
         _check_limit(time)
     values = {
-        "job-name": asked["name"],
+        "job-name": asked["name"] or job.recipe.stem,
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.per_node) if job.gpus else None,

@@ -228,6 +228,10 @@ def test_a_slurm_script_runs_with_slurms_own_variables(tmp_path: Path) -> None:
     assert said[-1] == "scontrol requeue 42", "a stopped run goes back into the queue"
 
 
+def test_a_job_is_named_after_its_recipe() -> None:
+    assert "#SBATCH --job-name=mine\n" in slurm_script(job(recipe=Path("/data/mine.yaml")))
+
+
 def test_a_value_slurm_could_not_read_is_refused() -> None:
     with pytest.raises(ConfigError, match="two words"):
         slurm_script(job(), name="two words")
