@@ -204,6 +204,13 @@ def _precisions(incomplete: str) -> Iterable[str]:
     return ("no", "fp16", "bf16", "fp8")
 
 
+def _policies(incomplete: str) -> Iterable[str]:
+    from fsdptool.planning.request.options import OPTIMAL
+    from fsdptool.records.checkpointing import EXAMPLES
+
+    return (*EXAMPLES, OPTIMAL)
+
+
 _VALUES: dict[str, Callable[[str], Iterable[str]]] = {
     "reference": _references,
     "model": _references,
@@ -216,7 +223,7 @@ _VALUES: dict[str, Callable[[str], Iterable[str]]] = {
     "ignore": _codes,
     "dialect": _dialects,
     "preset": _presets,
-    "checkpointing": lambda _: ("none", "full", "every_2", "selective", "optimal"),
+    "checkpointing": _policies,
     "consumer": _consumers,
     "layout": lambda _: ("native", "accelerate"),
     "launcher": lambda _: ("torchrun", "accelerate"),

@@ -147,6 +147,8 @@ class Checkpointing:
         return [BlockPolicy(1, self.mode, self.save_operators)] * count
 
 
+EXAMPLES = ("none", "full", "every_2", "selective", "selective:every-2-matmuls")
+"""Policies that are offered; others keep operators by name, or count blocks."""
 POLICY_PATTERN = (
     r"^(every_[1-9][0-9]*"
     r"|(none|full|selective(:[^*+]+)?)"
@@ -217,6 +219,6 @@ def _read_mode(text: str, part: str) -> tuple[Literal["none", "full", "selective
 def _unsupported(text: str) -> ConfigError:
     return ConfigError(
         f"checkpointing {text!r} is not supported",
-        help="choose none, full, selective, selective:every-2-matmuls, selective:OPERATOR,..., every_2,"
-        " every_3, ..., or runs of blocks such as 12*full+20*selective",
+        help=f"choose {', '.join(EXAMPLES)}, selective:OPERATOR,..., every_3, ...,"
+        " or runs of blocks such as 12*full+20*selective",
     )

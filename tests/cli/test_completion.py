@@ -44,6 +44,7 @@ def values(line: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
         ("fsdptool plan x --precision b", ["bf16"]),
         ("fsdptool plan x --dtype bf", ["bfloat16"]),
         ("fsdptool plan x --checkpointing o", ["optimal"]),
+        ("fsdptool plan x --checkpointing selective:e", ["every-2-matmuls"]),
         ("fsdptool validate x --consumer ax", ["axolotl"]),
         ("fsdptool plan llama3:7", ["70b"]),
         ("fsdptool detect llama3.3", ["llama3.3:70b"]),
