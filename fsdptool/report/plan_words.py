@@ -442,9 +442,7 @@ def shortfall(plan: Plan) -> list[str]:
         }
         lines.append(f"more GPUs of this kind cannot help: {reasons[kind]}")
     if plan.inputs.search == "none":
-        lines.append(
-            "only this configuration was planned: the search also tries checkpointing and --tp, --cp, --ep"
-        )
+        lines.append("only this configuration was planned; a search tries others")
     return lines
 
 
