@@ -114,7 +114,7 @@ def survives(here: Cli, *, unreadable: bool | None = None) -> list[Answer]:
     return answers
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 @pytest.mark.parametrize("name", FILES)
 def test_files_that_never_end(here: Cli, run: Path, name: str, plant: str) -> None:
@@ -189,7 +189,6 @@ def test_events_with_fields_of_other_types(here: Cli, run: Path, event: dict[str
     assert len(list(follower.news())) > len(JUNK)
 
 
-@pytest.mark.slow
 def test_steps_with_fields_of_other_types(here: Cli, run: Path) -> None:
     whole = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     whole |= {"epoch": 0.5, "grad_norm": 1.0, "memory_allocated_peak_bytes": 5, "step": 3, "mfu": 0.1}
@@ -432,7 +431,6 @@ def test_a_register_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch:
     assert "FSDPTOOL_LOCKS" in (caught.value.help or "")
 
 
-@pytest.mark.slow
 def test_a_pipe_between_the_look_and_the_opening(tmp_path: Path) -> None:
     """A file that becomes a pipe again and again is read or refused; no reader waits for a writer."""
     code = """

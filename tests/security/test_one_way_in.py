@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,22 +68,41 @@ _FUNCTIONS = {
 }
 _LAST = _METHODS | {function.rpartition(".")[2] for function in _FUNCTIONS}
 _LOOKS = {"exists", "is_file", "is_dir"}
+_NAMES = re.compile(rf"\b(?:{'|'.join(sorted(_LAST | _LOOKS))})\b")
 
 
-def calls(tree: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.Call]]:
-    """Yield every call with the name of the function around it."""
-    for node in ast.iter_child_nodes(tree):
-        inner = scope
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner = node.name
+def calls(text: str) -> list[tuple[str, ast.Call]]:
+    """Return every call of a module with the name of the function around it."""
+    found: list[tuple[str, ast.Call]] = []
+    left: list[tuple[str, ast.AST]] = [("", ast.parse(text))]
+    while left:
+        scope, node = left.pop()
         if isinstance(node, ast.Call):
-            yield scope, node
-        yield from calls(node, inner)
+            found.append((scope, node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            scope = node.name
+        left += [(scope, child) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+@cache
+def calls_of(path: Path) -> list[tuple[str, ast.Call]]:
+    """Return the calls of a file that the tests look at; only texts with one of the names are parsed."""
+    text = path.read_text(encoding="utf-8")
+    if not _NAMES.search(text):
+        return []
+    return [(scope, call) for scope, call in calls(text) if last_name(call) in _LAST | _LOOKS]
+
+
+def last_name(call: ast.Call) -> str:
+    """Return the name of what is called, without what stands before a dot; empty where it has none."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def opens(call: ast.Call) -> bool:
     """Say whether a call opens a file or parses what was read."""
-    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    last = last_name(call)
     if last not in _LAST:
         return False
     text = ast.unparse(call.func)
@@ -103,27 +123,25 @@ def name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def others(path: Path, text: str) -> list[str]:
+def others(path: Path, found: list[tuple[str, ast.Call]]) -> list[str]:
     """Return the places of a module that open files in a way of their own."""
-    found = []
-    for scope, call in calls(ast.parse(text)):
-        place = f"{name(path)}:{scope}"
-        if opens(call) and place not in OPENED and name(path) not in OPENED:
-            found.append(f"{place}, line {call.lineno}: {ast.unparse(call)[:60]}")
-    return found
+    places = [(f"{name(path)}:{scope}", call) for scope, call in found if opens(call)]
+    return [
+        f"{place}, line {call.lineno}: {ast.unparse(call)[:60]}"
+        for place, call in places
+        if place not in OPENED and name(path) not in OPENED
+    ]
 
 
-@pytest.mark.slow
 def test_files_are_opened_in_one_place() -> None:
-    found = [place for path in MODULES for place in others(path, path.read_text(encoding="utf-8"))]
+    found = [place for path in MODULES for place in others(path, calls_of(path))]
     assert found == [], "use open_regular, read_bytes, read_lines, read_ends or load_json"
 
 
-@pytest.mark.slow
 def test_every_exception_is_still_needed() -> None:
     used = set()
     for path in MODULES:
-        for scope, call in calls(ast.parse(path.read_text(encoding="utf-8"))):
+        for scope, call in calls_of(path):
             used |= {name(path), f"{name(path)}:{scope}"} if opens(call) else set()
     assert set(OPENED) <= used
 
@@ -132,10 +150,7 @@ def test_names_of_a_command_line_and_a_page_are_looked_at_safely() -> None:
     """``exists``, ``is_file`` and ``is_folder`` of ``files/text.py`` take any name; a path's own do not."""
     modules = [path for path in MODULES if path.parts[-2] in ("cli", "pages", "web")]
     found = {
-        f"{name(path)}: {ast.unparse(call)}"
-        for path in modules
-        for _, call in calls(ast.parse(path.read_text(encoding="utf-8")))
-        if looks(call)
+        f"{name(path)}: {ast.unparse(call)}" for path in modules for _, call in calls_of(path) if looks(call)
     }
     assert len(modules) > 50
     assert found == {"cli/completion.py: root.is_dir()"}
@@ -153,4 +168,4 @@ def test_names_of_a_command_line_and_a_page_are_looked_at_safely() -> None:
     ],
 )
 def test_this_test_sees_another_way(text: str) -> None:
-    assert others(PACKAGE / "new.py", text)
+    assert others(PACKAGE / "new.py", calls(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -15,14 +14,12 @@ HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "explanation" / "security.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 def test_the_page_names_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     defined = {
-        node.name
+        name
         for path in HERE.parent.rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert len(named) > 30
     assert named <= defined, named - defined
