@@ -107,6 +107,7 @@ def test_it_is_found_planned_from_and_migrated(
     settings = request.inputs.settings
     # A plan has a number of processes, which the file leaves open.
     assert replace(settings, num_processes=None) == read_settings(JOB).settings and request.diagnostics == ()
+    assert settings.num_processes == 1
     assert run(["migrate", "job.toml", "--to", "accelerate"]) == 0
     assert read_settings(capsys.readouterr().out).require().mesh == settings.mesh
 

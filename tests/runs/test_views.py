@@ -102,6 +102,10 @@ def test_a_live_run_has_an_eta_from_its_steps_and_the_ranks_own_total(locked: Fo
     assert view.nodes == ("here",)
 
 
+PLANNED = {RunPhase.LOAD: 5, RunPhase.FIRST_STEP: 990, RunPhase.BACKWARD: 1010, RunPhase.SAVE: 30}
+"""Bytes of phases; the copy of a save has 10."""
+
+
 def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -> None:
     point: dict[str, Any] = {
         **{"cluster": 0, "layout": "native", "wrap_policy": "none", "wrap_classes": (), "micro_batch": 1},
@@ -126,10 +130,6 @@ def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -
     locked.event(0, "memory", moments={"save": 30, "backward": 1010})
     after = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
     assert after == PLANNED
-
-
-PLANNED = {RunPhase.LOAD: 5, RunPhase.FIRST_STEP: 990, RunPhase.BACKWARD: 1010, RunPhase.SAVE: 30}
-"""Bytes of phases; the copy of a save has 10."""
 
 
 def test_a_run_on_another_machine_lives_while_its_ranks_write(folder: Folder) -> None:
