@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 import typer.main
 
 from fsdptool.cli.app import build_app

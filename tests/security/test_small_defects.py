@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from attacks import PATIENCE, Cli, write_job
 from filelock import FileLock
 
