@@ -112,8 +112,14 @@ def read(path: Path) -> Any:
 @pytest.mark.parametrize(
     ("name", "phases"),
     [
-        ("packed", {"load", "forward", "backward", "optimizer", "average", "evaluation", "save"}),
-        ("gathered", {"load", "forward", "backward", "optimizer", "evaluation", "sampling", "save"}),
+        (
+            "packed",
+            {"first step", "load", "forward", "backward", "optimizer", "average", "evaluation", "save"},
+        ),
+        (
+            "gathered",
+            {"first step", "load", "forward", "backward", "optimizer", "evaluation", "sampling", "save"},
+        ),
     ],
 )
 def test_every_phase_of_a_run_was_predicted(runs: dict[str, Path], name: str, phases: set[str]) -> None:
