@@ -22,10 +22,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fsdptool.errors import ConfigError, FsdptoolError
@@ -35,10 +35,6 @@ from fsdptool.records.anatomy import ModelSpec, Parameter, Reference
 from fsdptool.records.recipe import Batch, Method, ModelChoice, Recipe
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 from fsdptool.tensor.placements import placements
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _PATIENCE = 120.0
 """Seconds that a rank waits for the others; a rank that failed releases them at once."""
