@@ -189,6 +189,9 @@ def _command(arguments: list[str]) -> Any:
 _READ_FILES = ("plan", "emit-config", "compare", "report", "check", "audit")
 """Commands for which ``-`` is a file; others read standard input themselves, or start processes that read."""
 
+_KEEP_PATHS = ("train", "launch", "queue", "precompute")
+"""Commands that keep the path of a recipe, or give it to other processes: ``-`` would mean nothing there."""
+
 _LONGEST_INPUT = 1 << 26
 """Bytes of standard input: no document that fsdptool writes comes near."""
 
@@ -197,15 +200,22 @@ def _take_standard_input(arguments: list[str]) -> None:
     """Read what ``-`` stands for, if a command names it as a file: files are read more than once.
 
     Raises:
-        ConfigError: It is closed, or holds more bytes than any file that a command reads.
+        ConfigError: It is closed, holds more bytes than any file that a command reads, or the command needs
+            the path of a file.
     """
     # Behind ``--`` stand the words of another program.
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     named = any(word == "-" and before not in ("-o", "--output") for before, word in itertools.pairwise(own))
-    if not named or arguments[0] not in _READ_FILES:
+    if not named or arguments[0] not in (*_READ_FILES, *_KEEP_PATHS):
         return
     from fsdptool.errors import ConfigError
     from fsdptool.files.text import take_standard_input
+
+    if arguments[0] in _KEEP_PATHS:
+        raise ConfigError(
+            f"{arguments[0]} does not read standard input: it needs the file again later",
+            help="write the file first, and give its path",
+        )
 
     if sys.stdin is None:
         raise ConfigError("standard input is closed", help="give a file")

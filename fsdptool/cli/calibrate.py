@@ -63,8 +63,8 @@ def command(
     from fsdptool.planning.calibrate import calibrate, read_sample
     from fsdptool.planning.clusters import parse_size
     from fsdptool.planning.hardware import read_table, write_table
-    from fsdptool.records.codec import to_json
     from fsdptool.report.console.tables import print_line, print_table
+    from fsdptool.report.machine import machine_figures
 
     traces = [*(from_trace or []), *(run for run in runs or [] if from_trace and is_file(run))]
     if cpu and not probe:
@@ -90,7 +90,7 @@ def command(
         print_document(json.loads(write_table(rows)))
     else:
         print_line(f"{row.name}: {row.source}")
-        print_table(("figure", "value"), [(name, _shown(value)) for name, value in to_json(row).items()])
+        print_table(("figure", "value"), machine_figures(row))
     return int(ExitCode.CLEAN)
 
 
@@ -100,8 +100,3 @@ def _probed(cpu: bool) -> Measurements:
 
     say("timing operators by size on " + ("one thread of the CPU" if cpu else "the GPUs of this machine"))
     return measure(cpu=cpu, kernels=True)
-
-
-def _shown(value: object) -> str:
-    """Return a figure as text, and of hundreds their number."""
-    return f"{len(value)} values" if isinstance(value, list) and len(value) > 8 else str(value)

@@ -14,6 +14,7 @@ from fsdptool.cli.options import (
     FormatOption,
     answer_line,
     check_free,
+    given_file,
     lost_lines,
     print_document,
     say,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 @takes(EmissionOptions, argument="reference")
 def command(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; default: standard output.", callback=given_file),
     ] = None,
     recipe_output: Annotated[
         Path | None, typer.Option("--recipe-output", help="Also write the plan's recipe.")

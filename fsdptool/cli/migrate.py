@@ -63,7 +63,7 @@ def command(
     results, skipped = _migrate(files, to, dialect, linter, check)
     if output is not None and len(results) > 1:
         raise ConfigError("--output accepts only one input file", help="migrate the files one by one")
-    if output is None and format is Format.TEXT and any(result.beside for result in results):
+    if output in (None, _STANDARD) and format is Format.TEXT and any(result.beside for result in results):
         raise ConfigError(f"--to {to} writes two files", help="name the first: -o FILE")
     if format is Format.JSON:
         print_document(migration_document(results))
@@ -96,6 +96,7 @@ def command(
     return int(ExitCode.USAGE) if failed else 1 if refused else 0
 
 
+_STANDARD = Path("-")
 _SKIPPED = "of other programs or kinds skipped"
 
 
@@ -145,7 +146,7 @@ def _write(
 ) -> bool:
     """Write one result to its place; return whether that was possible (a refused one has no place).
 
-    Among several files, one that stays as it is gets no line.
+    Several files are counted afterwards: each gets a line only where a person has to look.
     """
     from fsdptool.files.text import replace_file
 
@@ -155,7 +156,7 @@ def _write(
         say(f"lost: {line}")
     if result.after is None:
         return True
-    if output is not None:
+    if output is not None and output != _STANDARD:
         named = {output: result.after}
         named |= {output.with_name(output.stem + suffix): text for suffix, text in result.beside.items()}
         for path in named:
@@ -163,7 +164,7 @@ def _write(
         for path, text in named.items():
             write_file(path, text, force=force)
             say(f"wrote {path}")
-    elif str(result.path) == "-" or (to is not None and to != result.dialect):
+    elif _STANDARD in (output, result.path) or (to is not None and to != result.dialect):
         if format is Format.TEXT:
             sys.stdout.write(result.after)
     elif result.changed:
@@ -172,7 +173,8 @@ def _write(
         except StorageError as error:
             complain(error)
             return False
-        say(f"migrated {result.path}")
+        if not several:
+            say(f"migrated {result.path}")
     elif not several:
         say(f"{result.path} is already up to date")
     return True

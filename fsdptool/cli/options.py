@@ -290,12 +290,21 @@ def lost_lines(losses: Iterable[Loss]) -> Iterator[str]:
         yield f"{', '.join(names)} ({why})"
 
 
+def given_file(path: Path | None) -> Path | None:
+    """Return the file to write, or None for ``-``: the command writes to standard output without a file."""
+    return None if str(path) == "-" else path
+
+
 def check_free(path: Path, *, force: bool) -> None:
     """Refuse to replace a file without ``force``; called before any work is done.
 
     Raises:
-        StorageError: The file exists and ``force`` is not set.
+        StorageError: The file exists and ``force`` is not set, or ``-`` asks for standard output.
     """
+    if str(path) == "-":
+        raise StorageError(
+            "only a file can be written here, not standard output", help="give the path of a file"
+        )
     if is_folder(path):
         raise StorageError(f"{path} is a folder", help="give the path of a file")
     if exists(path) and not force:

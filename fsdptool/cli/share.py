@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fsdptool.cli.options import print_document, say, write_file
+from fsdptool.cli.options import given_file, print_document, say, write_file
 from fsdptool.errors import ExitCode
 from fsdptool.files.values import load_json
 
@@ -26,7 +26,8 @@ def command(
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs per node.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; default: standard output.", callback=given_file),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> int:

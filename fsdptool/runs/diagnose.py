@@ -188,7 +188,15 @@ def _notes(view: RunView) -> Iterator[str]:
             yield f"rank {rank.rank} has made no progress for {silent:.0f} s ({phase_text(rank)})"
         elif view.state == "dead" and latest - rank.progressed > _SILENT_SECONDS:
             yield f"rank {rank.rank} was last seen {latest - rank.progressed:.0f} s before the others"
-    if view.last_checkpoint is not None and view.state != "running":
-        yield f"the newest checkpoint is that of step {view.last_checkpoint}: --resume auto continues there"
-    elif view.lost_steps:
-        yield f"no checkpoint exists: starting again loses the {view.lost_steps} steps of the run"
+    if (note := checkpoint_note(view)) is not None:
+        yield note
+
+
+def checkpoint_note(view: RunView) -> str | None:
+    """Return from where a run that has ended goes on; None while it runs, and where nothing is lost."""
+    step = view.last_checkpoint
+    if step is not None and view.state != "running":
+        return f"the newest checkpoint is that of step {step}: --resume auto continues there"
+    if view.lost_steps:
+        return f"no checkpoint exists: starting again loses the {view.lost_steps} steps of the run"
+    return None

@@ -23,7 +23,7 @@ from fsdptool.records.run import RunView
 from fsdptool.report.console.runs import divergence_lines
 from fsdptool.report.console.train import memory_text
 from fsdptool.report.page.run import run_parts
-from fsdptool.runs.diagnose import diagnose
+from fsdptool.runs.diagnose import checkpoint_note, diagnose
 from fsdptool.runs.folder import CHECKPOINTS, EVENTS, EXPORT, LOCK, METRICS, RUN, SUMMARY, read_start
 from fsdptool.runs.manifest import is_plain_file, list_checkpoints, read_manifest
 from fsdptool.runs.view import History, StepReader, lock_holder, read_history, read_rank_memory, read_view
@@ -174,6 +174,8 @@ def _failure(folder: Path, view: RunView) -> dict[str, Any]:
     account = diagnosis.memory if diagnosis is not None else None
     return {
         "diagnosis": diagnosis,
+        # The page has a button that goes on, which says from where.
+        "notes": [note for note in diagnosis.notes if note != checkpoint_note(view)] if diagnosis else [],
         "divergence_lines": divergence_lines(divergence) if divergence is not None else [],
         "memory_text": printable_lines(memory_text(account)) if account else "",
     }

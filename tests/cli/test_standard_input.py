@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,34 @@ def test_an_output_or_another_command_does_not_wait_for_it(piped: None) -> None:
     run(["plan", "no-such:model", "-o", "-"])
     run(["plan", "no-such:model", "--", "python", "train.py", "-"])
     assert sys.stdin.buffer.read() == AXOLOTL
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "precompute", "queue add"])
+def test_what_needs_the_file_again_takes_a_path(
+    command: str, piped: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), "-", "--config", "accelerate.yaml"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].endswith("does not read standard input: it needs the file again later")
+    assert len(said) == 2
+
+
+def test_an_output_is_standard_output_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["emit-config", "--preset", "single-node", "-o", "-"]) == 0
+    written = capsys.readouterr().out
+    assert run(["emit-config", "--preset", "single-node"]) == 0
+    assert capsys.readouterr().out == written
+    old = "fsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: FULL_SHARD\ndistributed_type: FSDP\n"
+    (tmp_path / "old.yaml").write_text(old)
+    assert run(["migrate", "old.yaml", "-o", "-"]) == 0
+    assert "fsdp_version: 2\n" in capsys.readouterr().out
+    assert run(["calibrate", "--gpu", "L4", "--context", "1GiB", "-o", "-"]) == 2
+    assert "give the path of a file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["old.yaml"]
+    assert (tmp_path / "old.yaml").read_text() == old
 
 
 def test_a_path_in_the_library_is_a_path(piped: None) -> None:

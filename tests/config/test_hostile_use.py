@@ -184,7 +184,10 @@ def test_a_folder_is_migrated_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.endswith("1 would change, 3 stay as they are, 1 of other programs or kinds skipped\n")
     assert run(["migrate", "."]) == 0
     said = capsys.readouterr().err
-    assert "migrated v1.yaml" in said and "good.yaml" not in said
+    # A line is for what a person has to look at; the rest is counted.
+    assert "migrated v1.yaml" not in said and all(
+        line.startswith("note: ") for line in said.splitlines()[:-1]
+    )
     assert said.endswith("1 migrated, 3 already up to date, 1 of other programs or kinds skipped\n")
     assert run(["migrate", ".", "--check"]) == 0
     assert run(["migrate", "other.json"]) == 1

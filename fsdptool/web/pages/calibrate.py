@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,7 +18,8 @@ from fsdptool.planning.calibrate import calibrate, read_sample
 from fsdptool.planning.clusters import parse_size
 from fsdptool.planning.hardware import all_entries, read_table, write_table
 from fsdptool.records.cluster import Machine
-from fsdptool.records.codec import to_json
+from fsdptool.records.schema import field_documentation
+from fsdptool.report.machine import machine_figures
 from fsdptool.web.changes import FileChange, content_of, target_of
 from fsdptool.web.forms import Field, FieldKind
 from fsdptool.web.page import render, services
@@ -127,16 +126,10 @@ def _write(request: Request, form: Mapping[str, str]) -> Response:
     return RedirectResponse(address_of(ADDRESS, **{**values, "output": "", "written": values["output"]}), 303)
 
 
-def _figures(row: Machine) -> list[tuple[str, str]]:
-    document: dict[str, Any] = to_json(row)
-    return [(name, _figure(value)) for name, value in document.items()]
-
-
-def _figure(value: Any) -> str:
-    """Return a value as people read it: yes and no, and lists as JSON writes them."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    return value if isinstance(value, str) else json.dumps(value)
+def _figures(row: Machine) -> list[tuple[str, str, str]]:
+    """Return the name, the value and the meaning of each figure."""
+    meanings = field_documentation(Machine)
+    return [(name, value, meanings[name]) for name, value in machine_figures(row)]
 
 
 def _fields(values: Mapping[str, str]) -> tuple[Field, ...]:
