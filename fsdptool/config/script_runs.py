@@ -28,6 +28,7 @@ from fsdptool.config.dialects.trainer.run_keys import KEYS as TRAINER
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.records.diagnostic import EffectiveSetting
+from fsdptool.scripts.models import RECOMPUTED_BY_UNSLOTH
 from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
@@ -51,6 +52,7 @@ _MEMORY: Mapping[str, Literal["less", "more"] | None] = {
     "FullyShardedDataParallelPlugin.ignored_modules": None,
     "FullyShardedDataParallelPlugin.min_num_params": None,
     "FullyShardedDataParallelPlugin.activation_checkpointing_offload": "less",
+    "weights.requires_grad": "less",
 }  # fmt: skip
 """Arguments of other calls that change memory, and whether a run needs less or more for them."""
 _INERT = (
@@ -246,7 +248,9 @@ def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None, lau
         from fsdptool.config.dialects.trl.run import describe
 
         nested.pop("padding", None)
-        return describe(RunFile(nested, launch, path))
+        recompute = nested.pop(RECOMPUTED_BY_UNSLOTH, None)
+        run = describe(RunFile(nested, launch, path))
+        return run if recompute is None else _of_unsloth(run, recompute)
     read = RunReader(RunFile(nested, launch, path), _table(script))
     model = read.text("model_name_or_path")
     if model is None and script.own_class is not None:
@@ -261,6 +265,31 @@ def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None, lau
         full_rows=True if padded == "max_length" else None,
         attention=read.text("attn_implementation")
         or read.default("attn_implementation", "sdpa", "transformers' default"),
+    )
+
+
+def _of_unsloth(run: DescribedRun, recompute: object) -> DescribedRun:
+    """Return a run of TRL whose model unsloth loaded.
+
+    ``True`` recomputes layers, ``"unsloth"`` keeps their inputs in host memory, too; adapters are fp32; the
+    loss holds the logits of one chunk (unsloth 2025.11 ``models/_utils.py``; unsloth-zoo 2025.11
+    ``training_utils.py``, ``fused_losses/cross_entropy_loss.py``).
+    """
+    how: Literal["none", "full", "offload"] = (
+        "offload" if recompute == "unsloth" else "full" if recompute in (True, "true") else "none"
+    )
+    stored = run.stored_dtype if run.method == "full" else "fp32"
+    return replace(
+        run,
+        gradient_checkpointing=how,
+        fused_loss="chunked",
+        stored_dtype=stored,
+        optimizer_state_bits=state_bits(run.optimizer, stored),
+        keys=replace(
+            run.keys,
+            used=(*run.keys.used, RECOMPUTED_BY_UNSLOTH),
+            not_modelled=(*run.keys.not_modelled, UnmodelledKey("unsloth's kernels", "memory", "less")),
+        ),
     )
 
 

@@ -6,7 +6,7 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from fsdptool.scripts.names import KNOWN, library, short
+from fsdptool.scripts.names import KNOWN, UNSLOTH, library, short
 from fsdptool.scripts.state import ScriptState, joined
 from fsdptool.scripts.values import (
     Choice,
@@ -44,7 +44,7 @@ PARTS = frozenset({
 })  # fmt: skip
 WRAPPERS = frozenset({
     "FullyShardedDataParallel", "DistributedDataParallel", "get_peft_model", "PeftModel.from_pretrained",
-    "checkpoint_wrapper", "prepare_model_for_kbit_training",
+    "checkpoint_wrapper", "prepare_model_for_kbit_training", *(f"{name}.get_peft_model" for name in UNSLOTH),
 })  # fmt: skip
 _THROUGH = frozenset(
     f"builtins.{name}"

@@ -358,7 +358,11 @@ class RunInterpreter(Interpreter):
                 return super()._made(name, function, args, keywords, node)
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
-        if name == "torch.cuda.is_bf16_supported":
+        if name in (
+            "torch.cuda.is_bf16_supported",
+            "unsloth.is_bfloat16_supported",
+            "unsloth.is_bf16_supported",
+        ):
             return Const(True)
         if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
             return loaded

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fsdptool.scripts.calls import WRAPPERS
 from fsdptool.scripts.interpreter import Path
 from fsdptool.scripts.names import KNOWN, library, short
 from fsdptool.scripts.values import (
@@ -24,9 +25,7 @@ from fsdptool.scripts.values import (
 )
 
 FSDP1 = "FullyShardedDataParallel"
-_PASSES = frozenset(
-    {"get_peft_model", "PeftModel.from_pretrained", "checkpoint_wrapper", "prepare_model_for_kbit_training"}
-)
+_PASSES = WRAPPERS - {FSDP1, "DistributedDataParallel"}
 HARMLESS = frozenset({
     "parameters", "named_parameters", "modules", "named_modules", "children", "named_children", "buffers",
     "named_buffers", "state_dict", "train", "eval", "to", "cuda", "cpu", "to_empty", "requires_grad_",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 
-from fsdptool.scripts.facts import FSDP1, text
+from fsdptool.scripts.facts import FSDP1, belongs, text, unwrapped
+from fsdptool.scripts.names import UNSLOTH
 from fsdptool.scripts.settings import SettingsReader, plain_value
-from fsdptool.scripts.values import Choice, Const, Thing, Value, made_by
+from fsdptool.scripts.values import Choice, Const, Thing, Value, flat, is_constant, made_by
 
 _QUANTISATION = {
     "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit",
@@ -20,6 +22,12 @@ _LORA = {
 LOADING = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "attn_implementation",
             "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"}  # fmt: skip
 """Arguments of ``from_pretrained`` that decide a run, and the names of the settings."""
+
+
+_NOT_4BIT = ("load_in_8bit", "load_in_16bit", "full_finetuning", "load_in_fp8")
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RECOMPUTED_BY_UNSLOTH = "use_gradient_checkpointing"
+"""How a model that unsloth loaded is recomputed: a setting that only such models have."""
 
 
 class ModelReader(SettingsReader):
@@ -62,6 +70,8 @@ class ModelReader(SettingsReader):
             config = value.keywords.get("peft_config") or (value.args[1] if len(value.args) > 1 else None)
             if value.kind == "get_peft_model" and config is not None:
                 self._adapter(config, value.node)
+            elif made == "get_peft_model" and owner in UNSLOTH:
+                self._adapter_of_unsloth(value)
             self._model(value.inner, node, depth=depth + 1)
         elif value.parent is not None and value.kind in ("item", "attribute"):
             self._model(value.parent, node, depth=depth + 1)
@@ -104,25 +114,54 @@ class ModelReader(SettingsReader):
         self._quantisation(
             value.keywords.get("quantization_config"), places.get("quantization_config", value.node)
         )
-        named = kind.rpartition(".")[2]
-        if named == "FastLanguageModel":
-            self.say("load_in_4bit", True, value.node, "from_pretrained.load_in_4bit")
-            self.put(
-                "max_length",
-                value.keywords.get("max_seq_length"),
-                value.node,
-                "from_pretrained.max_seq_length",
-            )
+        if kind in UNSLOTH:
+            self._loaded_by_unsloth(value, places)
         self.say("dtype", "auto", value.node, "from_pretrained.dtype")
         taken = (
-            *LOADING,
-            "quantization_config",
-            "pretrained_model_name_or_path",
-            "model_name",
-            "max_seq_length",
+            *(*LOADING, "quantization_config", "pretrained_model_name_or_path", "model_name"),
+            *("max_seq_length", "use_gradient_checkpointing"),
         )
         event = self.event_of(value)
         self.rest(event or value, "from_pretrained", taken)
+
+    def _loaded_by_unsloth(self, value: Thing, places: Mapping[str, ast.AST]) -> None:
+        """Read what a loader of unsloth decides, which stands after what the script says.
+
+        Defaults: unsloth 2025.11 ``models/loader.py``, ``from_pretrained``.
+        """
+        given, node = value.keywords, value.node
+        others = [plain_value(given.get(name)) for name in _NOT_4BIT]
+        if all(known and not there for known, there in others):
+            self.say("load_in_4bit", True, node, "from_pretrained.load_in_4bit")
+        self.say("bnb_4bit_quant_type", "nf4", node, "from_pretrained.load_in_4bit")
+        self.say("use_bnb_nested_quant", True, node, "from_pretrained.load_in_4bit")
+        if is_constant(given.get("dtype"), None):
+            self.run.settings.pop("dtype", None)
+        self.say("dtype", "bfloat16", node, "from_pretrained.dtype")
+        length = given.get("max_seq_length") or Const(2048)
+        if "max_seq_length" not in self.run.settings:
+            self.put(
+                "max_length", length, places.get("max_seq_length", node), "from_pretrained.max_seq_length"
+            )
+        recompute = given.get("use_gradient_checkpointing") or Const("unsloth")
+        at = places.get("use_gradient_checkpointing", node)
+        self.put(RECOMPUTED_BY_UNSLOTH, recompute, at, "use_gradient_checkpointing")
+
+    def _adapter_of_unsloth(self, value: Thing) -> None:
+        """Read ``get_peft_model`` of unsloth (defaults: 2025.11 ``models/llama.py``, ``vision.py``)."""
+        places = self.places(value)
+        self.say("use_peft", True, value.node, "get_peft_model")
+        for key, ours in _LORA.items():
+            self.put(ours, value.keywords.get(key), places.get(key, value.node), f"get_peft_model.{key}")
+        self.say("lora_r", 16, value.node, "get_peft_model.r")
+        self.say("lora_dropout", 0.0, value.node, "get_peft_model.lora_dropout")
+        targets = list(_TARGETS) if value.kind.startswith("FastLanguageModel") else "all-linear"
+        self.say("lora_target_modules", targets, value.node, "get_peft_model.target_modules")
+        recompute = value.keywords.get("use_gradient_checkpointing") or Const("unsloth")
+        at = places.get("use_gradient_checkpointing", value.node)
+        self.put(RECOMPUTED_BY_UNSLOTH, recompute, at, "use_gradient_checkpointing")
+        taken = (*_LORA, "use_gradient_checkpointing", "max_seq_length")
+        self.rest(self.event_of(value) or value, "get_peft_model", taken)
 
     def _configured(self, config: Value | None, value: Thing, kind: str) -> None:
         """A model that is made from a configuration: of a checkpoint, or of sizes."""
@@ -192,6 +231,23 @@ class ModelReader(SettingsReader):
         for event in self.facts.methods("add_adapter"):
             if event.argument is not None:
                 self._adapter(event.argument, event.node)
+
+    def _frozen(self, model: Value | None) -> None:
+        """Note where the script freezes weights of its model: a plan trains all of them."""
+        if "use_peft" in self.run.settings or not isinstance(model, Thing):
+            return
+        root = unwrapped(model)
+        switched = [
+            (event, event.args[0] if event.args else None)
+            for event in self.facts.of_kind("store")
+            if event.name == "requires_grad"
+        ]
+        switched += [(event, event.get("requires_grad", 0)) for event in self.facts.methods("requires_grad_")]
+        for event, value in switched:
+            if value is None or is_constant(value, True):
+                continue
+            if any(belongs(item, root) for item in flat(event.target) if item is not None):
+                self.say("weights.requires_grad", "false", event.node, "requires_grad")
 
     def _objective(self) -> str | None:
         named = self.run.settings.get("model class")

@@ -24,6 +24,9 @@ _DISTRIBUTED = COLLECTIVES | {
     "is_initialized", "is_available", "new_group",
 }  # fmt: skip
 
+UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel")
+"""Loaders of unsloth, which also add its adapters."""
+
 STARS = {
     "torch.distributed.fsdp": (
         "fully_shard", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "CPUOffload",
@@ -58,15 +61,15 @@ def short(name: str) -> str:
     """Return the name that rules know something by.
 
     A class or function of torch.distributed.fsdp, transformers, accelerate, peft or trl is known by its last
-    name, its class methods by two. ``dist.barrier``, ``dcp.save``, ``nn.Linear`` and ``optim.AdamW`` keep a
-    short prefix; names of other libraries are whole.
+    name, its class methods and those of unsloth by two. ``dist.barrier``, ``dcp.save``, ``nn.Linear`` and
+    ``optim.AdamW`` keep a short prefix; names of other libraries are whole.
     """
     parts = name.split(".")
     last, head = parts[-1], parts[0]
     if (
         len(parts) > 2
         and parts[-2][:1].isupper()
-        and head in ("torch", "transformers", "accelerate", "peft", "trl")
+        and head in ("torch", "transformers", "accelerate", "peft", "trl", "unsloth")
     ):
         return f"{parts[-2]}.{last}"
     if head == "torch":

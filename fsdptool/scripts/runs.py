@@ -151,12 +151,16 @@ class _Reader(ModelReader):
             self._arguments(given, objective)
         elif arguments is not None:
             self.run.problems.append(f"line {event.node.lineno}: the arguments of {kind} are not read")  # type: ignore[attr-defined]
+        if objective == "sft":  # arguments of the trainer until TRL 0.12, which unsloth still takes
+            for name in ("max_seq_length", "packing"):
+                self.put(name, event.keywords.get(name), event.places.get(name, event.node), name)
         adapter = event.get("peft_config")
         if adapter is not None:
             self._adapter(adapter, event.places.get("peft_config", event.node))
         model = event.get("model", 0)
         if model is not None:
             self._model(model, event.places.get("model", event.node), loads=objective is not None)
+        self._frozen(model)
         if objective is None and self.run.own_class is None:
             self.run.objective = self._objective()
         self._adapters_by_hand()
@@ -221,6 +225,7 @@ class _Reader(ModelReader):
         if model is not None:
             self._model(model, getattr(model, "node", None) or self.facts.path.tree)
         self._adapters_by_hand()
+        self._frozen(model)
         self.run.objective = self._objective()
         self._casts(model)
         self._optimizer()

@@ -347,3 +347,82 @@ def test_a_model_of_sizes_in_the_script_must_be_given() -> None:
         LOOP.replace("AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)", "make()")
     )
     assert made.problems == ("line 19: the model is make(), which is not read",)
+
+
+UNSLOTH = """
+from transformers import TrainingArguments
+from trl import SFTTrainer
+from unsloth import FastLanguageModel, is_bfloat16_supported
+
+length = 4096
+name = "unsloth/mistral-7b-v0.3"
+model, tokenizer = FastLanguageModel.from_pretrained(name, max_seq_length=length, dtype=None)
+model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=16, lora_dropout=0)
+SFTTrainer(
+    model=model, tokenizer=tokenizer, train_dataset=data, max_seq_length=length, packing=False,
+    args=TrainingArguments(
+        "out", per_device_train_batch_size=2, fp16=not is_bfloat16_supported(), bf16=is_bfloat16_supported(),
+        optim="adamw_8bit",
+    ),
+).train()
+"""
+
+
+def test_a_model_that_unsloth_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = described(UNSLOTH)
+    assert (run.family, run.method, run.lora_rank, run.sequence_length) == (
+        "mistral:7b-v0.3",
+        "qlora",
+        32,
+        4096,
+    )
+    assert run.lora_targets == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert (run.base_dtype, run.stored_dtype, run.compute_dtype) == ("bf16", "fp32", "bf16")
+    assert run.quantisation is not None and run.quantisation.startswith("bnb nf4, double")
+    assert (run.gradient_checkpointing, run.fused_loss, run.optimizer_state_bits) == ("offload", "chunked", 8)
+    assert [(item.key, item.side) for item in run.keys.not_modelled] == [("unsloth's kernels", "less")]
+    assert not run.unresolved
+    plain = described(UNSLOTH.replace("dtype=None", "load_in_4bit=False, use_gradient_checkpointing=False"))
+    assert (plain.method, plain.quantisation, plain.gradient_checkpointing) == ("lora", "none", "offload")
+    whole = UNSLOTH.replace("dtype=None", "full_finetuning=True, use_gradient_checkpointing=True").replace(
+        "model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=16, lora_dropout=0)", ""
+    )
+    full = described(whole)
+    assert (full.method, full.stored_dtype, full.gradient_checkpointing) == ("full", "bf16", "full")
+    # unsloth gives the trainer the argument back that transformers 5 has no more.
+    path = tmp_path / "train.py"
+    path.write_text(UNSLOTH)
+    assert fsdptool(["validate", str(path)]) == 0
+    path.write_text(UNSLOTH.replace("from unsloth import", "from other import"))
+    assert fsdptool(["validate", str(path)]) == 1
+    assert "FSD610" in capsys.readouterr().out
+
+
+FROZEN = """
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+tokenizer = AutoTokenizer.from_pretrained("bert-base-uncased")
+model = AutoModelForSequenceClassification.from_pretrained("bert-base-uncased")
+teacher = AutoModelForSequenceClassification.from_pretrained("bert-large-uncased")
+STATEMENT
+Trainer(model=model, args=TrainingArguments("out"), train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        (
+            "for name, weight in model.named_parameters():\n    weight.requires_grad = 'classifier' in name",
+            True,
+        ),
+        ("for weight in model.bert.parameters():\n    weight.requires_grad = False", True),
+        ("model.bert.encoder.requires_grad_(False)", True),
+        ("for weight in model.bert.parameters():\n    weight.requires_grad_(False)", True),
+        ("teacher.requires_grad_(False)", False),
+        ("model.requires_grad_(True)", False),
+        ("for weight in model.parameters():\n    weight.requires_grad = True", False),
+    ],
+)
+def test_weights_that_a_script_freezes_are_told(statement: str, told: bool) -> None:
+    run = described(FROZEN.replace("STATEMENT", statement))
+    assert [(item.key, item.side) for item in run.keys.not_modelled] == [("requires_grad", "less")] * told

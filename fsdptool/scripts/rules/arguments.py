@@ -151,8 +151,8 @@ def check(facts: Facts, report: Report) -> None:
 
 def _arguments(facts: Facts, event: Event, report: Report) -> None:
     signature = SIGNATURES.get(event.name)
-    if signature is None:
-        return
+    if signature is None or (event.name.endswith("Trainer") and facts.imports("unsloth")):
+        return  # unsloth gives TRL's trainers the arguments of earlier versions back
     version = facts.versions.get(signature.package, "0")
     shown = ".".join(version.split(".")[:2])
     for name in event.keywords:
