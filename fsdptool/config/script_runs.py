@@ -33,7 +33,9 @@ from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
 
-_MODEL = "model_name_or_path dtype attn_implementation use_peft lora_r lora_alpha padding max_length"
+_MODEL = (
+    "model_name_or_path dtype attn_implementation use_peft lora_r lora_alpha padding max_length resolution"
+)
 _QUANTISED = "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant"
 _LOOP = RunKeys(
     "torch",
@@ -143,6 +145,8 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
             continue
         if key in _MEMORY and item.value not in (None, False, "none", []):
             limits.append(UnmodelledKey(item.name, "memory", _MEMORY[key]))
+        elif key.startswith("beside."):
+            limits.append(UnmodelledKey(item.name, "memory", "more"))
         elif key.startswith("config.") and key.removeprefix("config.") not in _INERT:
             limits.append(UnmodelledKey(item.name, "memory", decides=("family", "model")))
         else:
@@ -259,9 +263,12 @@ def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None, lau
     facts = {"model": model, "objective": script.objective, "quantisation": _quantisation(read)}
     facts |= _trainer(read) if script.form == "trainer" else _loop(read, script, model)
     length, padded = read.whole("max_length", "max_seq_length"), read.text("padding")
+    side = read.whole("resolution")
     return read.describe(
         **facts,
         sequence_length=length,
+        height=side,
+        width=side,
         full_rows=True if padded == "max_length" else None,
         attention=read.text("attn_implementation")
         or read.default("attn_implementation", "sdpa", "transformers' default"),

@@ -21,6 +21,7 @@ from fsdptool.scripts.values import (
     Function,
     Items,
     Library,
+    Partial,
     Table,
     Thing,
     Value,
@@ -310,6 +311,10 @@ class RunInterpreter(Interpreter):
         """Return an attribute of a value; what the body of a class assigns is one of its objects."""
         if isinstance(value, Table) and name in value.items and not hasattr(dict, name):
             return value.items[name]  # OmegaConf
+        if name == "mixed_precision" and (made := made_by(value, "Accelerator")) is not None:
+            given = made.keywords.get(name)
+            if given is not None and not is_constant(given, None):
+                return given
         owner = value if isinstance(value, Class) else value.owner if isinstance(value, Thing) else None
         if owner is not None and owner.lookup(name) is None:
             known = value.parts if isinstance(value, Thing) else {}
@@ -348,6 +353,7 @@ class RunInterpreter(Interpreter):
         node: ast.AST,
     ) -> Value:
         first = args[0] if args else None
+        self._samples(name, first, keywords, node)
         if name == "os.getenv" and first is not None:
             return self._variable(first, args[1] if len(args) > 1 else keywords.get("default"), node)
         if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
@@ -369,6 +375,23 @@ class RunInterpreter(Interpreter):
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
             return self._cli(first, node)
         return super()._made(name, function, args, keywords, node)
+
+    def _samples(self, name: str, first: Value | None, keywords: Mapping[str, Value], node: ast.AST) -> None:
+        """Follow what makes samples and batches for a loader or a trainer, which call it out of sight."""
+        loader = name == "DataLoader"
+        makers = [(keywords.get("collate_fn"), "__call__"), (keywords.get("data_collator"), "__call__")]
+        makers.append((keywords.get("train_dataset"), "__getitem__"))
+        makers.append((keywords.get("dataset", first) if loader else None, "__getitem__"))
+        sample = Thing("parameter", label="sample", node=node)
+        for made, method in makers:
+            owner = made.owner if isinstance(made, Thing) else None
+            found = owner.lookup(method) if owner is not None else None
+            if isinstance(made, Partial) and isinstance(made.function, Function):
+                self.enter(made.function, (*made.args, sample), made.keywords, node, partly=True)
+            elif isinstance(made, Function):
+                self.enter(made, (sample,), {}, node, partly=True)
+            elif found is not None and found[1] not in self.called:
+                self.enter(Function(found[1], found[0].scope, made), (sample,), {}, node, partly=True)
 
     def _loaded(self, source: Value | None, node: ast.AST) -> Value | None:
         """Return the file of settings that a value was opened from, or None where it cannot be read."""

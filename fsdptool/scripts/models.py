@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 
-from fsdptool.scripts.facts import FSDP1, belongs, text, unwrapped
+from fsdptool.scripts.facts import FSDP1, HARMLESS, above, belongs, text, unwrapped
 from fsdptool.scripts.names import UNSLOTH
 from fsdptool.scripts.settings import SettingsReader, plain_value
 from fsdptool.scripts.values import Choice, Const, Thing, Value, flat, is_constant, made_by
@@ -24,6 +25,8 @@ LOADING = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "att
 """Arguments of ``from_pretrained`` that decide a run, and the names of the settings."""
 
 
+_LOADS_MODEL = re.compile(r"(Model|LM|LMHeadModel|For[A-Z]\w+|Model\w*Projection)$")
+"""Classes of transformers that load a model: no tokenizer, no configuration."""
 _NOT_4BIT = ("load_in_8bit", "load_in_16bit", "full_finetuning", "load_in_fp8")
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RECOMPUTED_BY_UNSLOTH = "use_gradient_checkpointing"
@@ -116,7 +119,9 @@ class ModelReader(SettingsReader):
         )
         if kind in UNSLOTH:
             self._loaded_by_unsloth(value, places)
-        self.say("dtype", "auto", value.node, "from_pretrained.dtype")
+        # diffusers 0.42 models/model_loading_utils.py: without a dtype, weights become what the class makes.
+        default = "float32" if kind.startswith("diffusers.") else "auto"
+        self.say("dtype", default, value.node, "from_pretrained.dtype")
         taken = (
             *(*LOADING, "quantization_config", "pretrained_model_name_or_path", "model_name"),
             *("max_seq_length", "use_gradient_checkpointing"),
@@ -249,9 +254,29 @@ class ModelReader(SettingsReader):
             if any(belongs(item, root) for item in flat(event.target) if item is not None):
                 self.say("weights.requires_grad", "false", event.node, "requires_grad")
 
+    def _beside(self, model: Value | None) -> None:
+        """Note the other models that the script runs: a teacher, a reference, an encoder."""
+        seen = [unwrapped(model)] if isinstance(model, Thing) else []
+        for event in self.facts.events:
+            target = event.target
+            runs = event.kind == "use" or (event.kind == "method" and event.name not in HARMLESS)
+            if not runs or not isinstance(target, Thing):
+                continue
+            whole = list(above(target))[-1]
+            owner, _, made = whole.kind.rpartition(".")
+            if made not in ("from_pretrained", "from_config") or not _LOADS_MODEL.search(owner):
+                continue
+            if all(item is not whole for item in seen):
+                seen.append(whole)
+                known, name = plain_value(whole.args[0] if whole.args else None)
+                told = str(name) if known and isinstance(name, str) else owner
+                self.say(f"beside.{len(seen)}", told, whole.node, told)
+
     def _objective(self) -> str | None:
         named = self.run.settings.get("model class")
         kind = str(named.value) if named is not None else ""
+        if kind.startswith("diffusers."):
+            return "diffusion"
         if "CausalLM" in kind or "LMHead" in kind:
             return "sft"
         return "classification" if "Classification" in kind else None

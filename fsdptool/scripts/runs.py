@@ -14,7 +14,19 @@ from fsdptool.scripts.models import LOADING, ModelReader
 from fsdptool.scripts.names import short
 from fsdptool.scripts.settings import DTYPES, NamedClass, ScriptRun, Setting, plain_value
 from fsdptool.scripts.state import TooLongError
-from fsdptool.scripts.values import Class, Const, Event, Items, Library, Partial, Table, Thing, Value, made_by
+from fsdptool.scripts.values import (
+    Class,
+    Const,
+    Event,
+    Items,
+    Library,
+    Partial,
+    Table,
+    Thing,
+    Value,
+    flat,
+    made_by,
+)
 
 TRAINERS = {
     "SFTTrainer": "sft", "DPOTrainer": "dpo", "GRPOTrainer": "grpo", "KTOTrainer": "kto",
@@ -39,6 +51,7 @@ _ACCUMULATIONS = (
     "gradient_accumulation_steps", "grad_accum_steps", "grad_accumulation_steps", "accumulation_steps",
     "accum_steps", "grad_accum", "gradient_accumulation",
 )  # fmt: skip
+_SIDES = ("resolution", "image_size", "img_size")
 _OF_MESH = {
     "dp_replicate": "dp_replicate", "replicate": "dp_replicate", "dp_shard": "dp_shard", "shard": "dp_shard",
     "dp": "dp_shard", "fsdp": "dp_shard", "tp": "tp", "cp": "cp",
@@ -198,13 +211,6 @@ class _Reader(ModelReader):
             for name in ("gradient_checkpointing", "bf16"):
                 self.say(name, False, given.node, f"TrainingArguments.{name}")
 
-    def _objective(self) -> str | None:
-        named = self.run.settings.get("model class")
-        kind = str(named.value) if named is not None else ""
-        if "CausalLM" in kind or "LMHead" in kind:
-            return "sft"
-        return "classification" if "Classification" in kind else None
-
     # Loops
 
     def _of_loop(self) -> None:
@@ -227,6 +233,10 @@ class _Reader(ModelReader):
         self._adapters_by_hand()
         self._frozen(model)
         self.run.objective = self._objective()
+        if self.run.objective == "diffusion":  # whose plans say that text encoders and VAE are left out
+            self._by_name("resolution", _SIDES)
+        else:
+            self._beside(model)
         self._casts(model)
         self._optimizer()
         self._checkpointing()
@@ -409,7 +419,9 @@ class _Reader(ModelReader):
             dtype: Value = Const("bfloat16" if event.name == "bfloat16" else "float16")
             given = [dtype] if event.name != "to" else [*event.args, *event.keywords.values()]
             for value in given:
-                known = value is dtype or (isinstance(value, Library) and short(value.name) in DTYPES)
+                known = value is dtype or any(
+                    isinstance(item, Library) and short(item.name) in DTYPES for item in flat(value)
+                )
                 target = unwrapped(event.target) if isinstance(event.target, Thing) else None
                 if known and isinstance(model, Thing) and target is unwrapped(model):
                     self.run.settings.pop("dtype", None)
@@ -441,7 +453,7 @@ class _Reader(ModelReader):
         for event in self.facts.of_kind("call"):
             if event.name in _CHECKPOINTING:
                 self.say("gradient_checkpointing", True, event.node, event.name.rpartition(".")[2])
-        for event in self.facts.methods("gradient_checkpointing_enable"):
+        for event in self.facts.methods("gradient_checkpointing_enable", "enable_gradient_checkpointing"):
             self.run.settings.pop("gradient_checkpointing", None)
             self.say("gradient_checkpointing", True, event.node, event.name)
 
@@ -460,6 +472,20 @@ class _Reader(ModelReader):
             self.put("batch_size", shape[0], shape[2], shape[3])
         self._by_name("batch_size", _BATCHES)
         self._by_name("gradient_accumulation_steps", _ACCUMULATIONS)
+        for event in self.facts.methods("step"):
+            for guard in event.guards:
+                self._every(guard.test, event)
+
+    def _every(self, test: Value | None, event: Event) -> None:
+        """Read the accumulation of ``if (step + 1) % 8 == 0: optimizer.step()``."""
+        compared = made_by(test, "test")
+        if compared is None or compared.label != "Eq" or not isinstance(event.target, Thing):
+            return
+        rest = made_by(compared.args[0], "binary")
+        if rest is not None and rest.label == "Mod" and event.target.kind.startswith("optim."):
+            count = rest.args[1]
+            if isinstance(count, Const) and type(count.value) is int and count.value > 0:
+                self.put("gradient_accumulation_steps", count, rest.node, text(rest.node or event.node))
 
     def _length(self, *, named: bool) -> None:
         for event in self.facts.of_kind("use"):

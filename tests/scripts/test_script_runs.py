@@ -426,3 +426,91 @@ Trainer(model=model, args=TrainingArguments("out"), train_dataset=data).train()
 def test_weights_that_a_script_freezes_are_told(statement: str, told: bool) -> None:
     run = described(FROZEN.replace("STATEMENT", statement))
     assert [(item.key, item.side) for item in run.keys.not_modelled] == [("requires_grad", "less")] * told
+
+
+DISTILLED = """
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-7B-Instruct")
+teacher = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct", dtype=torch.bfloat16).to("cuda")
+student = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B-Instruct", dtype=torch.bfloat16).to("cuda")
+for layer in student.model.layers:
+    fully_shard(layer)
+fully_shard(student)
+optimizer = torch.optim.AdamW(student.parameters())
+def collate(rows):
+    return tokenizer(rows, truncation=True, max_length=768, padding="max_length")
+for step, batch in enumerate(DataLoader(data, batch_size=4, collate_fn=collate)):
+    with torch.no_grad():
+        wanted = teacher(**batch).logits
+    F.kl_div(student(**batch).logits.log_softmax(-1), wanted.softmax(-1)).backward()
+    if (step + 1) % 8 == 0:
+        optimizer.step()
+"""
+
+
+def test_a_second_model_that_the_script_runs_is_told() -> None:
+    run = described(DISTILLED)
+    assert run.family == "qwen2.5:1.5b"
+    assert [(item.key, item.side) for item in run.keys.not_modelled] == [("Qwen/Qwen2.5-7B-Instruct", "more")]
+    assert run.keys.lines["Qwen/Qwen2.5-7B-Instruct"] == 8
+    unused = described(DISTILLED.replace("wanted = teacher(**batch).logits", "wanted = batch['logits']"))
+    assert unused.keys.not_modelled == ()
+
+
+def test_a_loader_calls_what_makes_its_batches() -> None:
+    run = described(DISTILLED)
+    assert (run.sequence_length, run.full_rows, run.micro_batch, run.accumulation) == (768, True, 4, 8)
+    # A class that makes batches, and one that makes samples.
+    for before, name, argument in (
+        ("collate(rows):\n    return tokenizer(", "__call__", "collate_fn=Made()"),
+        ("collate(rows):\n    return tokenizer(", "__getitem__", "dataset=Made()"),
+    ):
+        body = before.replace("collate(rows)", f"{name}(self, rows)").replace("\n    ", "\n        ")
+        text = DISTILLED.replace(f"def {before}", f"class Made:\n    def {body}")
+        first = "" if "dataset" in argument else "data, "
+        text = text.replace("data, batch_size=4, collate_fn=collate", f"{first}batch_size=4, {argument}")
+        assert described(text).sequence_length == 768
+
+
+DIFFUSION = """
+import argparse
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from peft import LoraConfig
+parser = argparse.ArgumentParser()
+parser.add_argument("--resolution", type=int, default=768)
+args = parser.parse_args()
+accelerator = Accelerator(mixed_precision="bf16")
+vae = AutoencoderKL.from_pretrained("stabilityai/stable-diffusion-xl-base-1.0", subfolder="vae")
+unet = UNet2DConditionModel.from_pretrained("stabilityai/stable-diffusion-xl-base-1.0", subfolder="unet")
+weight_dtype = torch.float32
+if accelerator.mixed_precision == "fp16":
+    weight_dtype = torch.float16
+elif accelerator.mixed_precision == "bf16":
+    weight_dtype = torch.bfloat16
+unet.to(accelerator.device, dtype=weight_dtype)
+unet.add_adapter(LoraConfig(r=8, target_modules=["to_q", "to_k"]))
+unet.enable_gradient_checkpointing()
+optimizer = torch.optim.AdamW([one for one in unet.parameters() if one.requires_grad])
+unet, optimizer = accelerator.prepare(unet, optimizer)
+for batch in loader:
+    unet(vae.encode(batch).latent_dist.sample(), 1, None).sample.mean().backward()
+"""
+
+
+def test_a_loop_over_a_model_of_diffusers() -> None:
+    run = described(DIFFUSION)
+    assert (run.family, run.objective, run.height, run.width) == ("sdxl:unet", "diffusion", 768, 768)
+    assert (run.base_dtype, run.stored_dtype, run.gradient_checkpointing) == ("bf16", "fp32", "full")
+    assert run.keys.not_modelled == ()  # plans of diffusion models say that the VAE is left out
+    # diffusers loads fp32 where nothing else is said, whatever the files hold.
+    cast = "unet.to(accelerator.device, dtype=weight_dtype)"
+    assert described(DIFFUSION.replace(cast, "")).base_dtype == "fp32"
+    # What the launcher decides stays open.
+    left = described(DIFFUSION.replace('mixed_precision="bf16"', "").replace("Accelerator(", "Accelerator("))
+    assert left.base_dtype is None and any("weight_dtype" in item for item in left.problems)
