@@ -91,6 +91,16 @@ _AFTER_FORWARD = replace(
     not_planned=("autocast", "encoders"),
 )
 
+_SCRIPT = ProgramLoop(
+    layout="native",
+    gradients="sharded",
+    loss="whole",
+    loss_in_forward=True,
+    outside_in_root=True,
+    source="torch 2.13 distributed/fsdp/_fully_shard (a script that calls fully_shard or FSDP itself)",
+    not_planned=("outputs",),
+)
+
 RUN_LOOPS: Mapping[str, ProgramLoop] = {
     "ms-swift": TRAINER_LOOP,
     "diffusers": _AFTER_FORWARD,
@@ -109,14 +119,9 @@ RUN_LOOPS: Mapping[str, ProgramLoop] = {
         source="nemo_automodel 0.2 components/distributed/fsdp2.py",
         not_planned=("fused_loss",),
     ),
-    "torch": ProgramLoop(
-        layout="native",
-        gradients="sharded",
-        loss="whole",
-        loss_in_forward=True,
-        outside_in_root=True,
-        source="torch 2.13 distributed/fsdp/_fully_shard (a script that calls fully_shard or FSDP itself)",
-        not_planned=("outputs",),
+    "torch": _SCRIPT,
+    "lightning": replace(
+        _SCRIPT, source="lightning 2.6 pytorch/strategies/fsdp.py, parallel.py (block_backward_sync)"
     ),
 }
 """Loops of programs whose files say more than how a model is sharded, and that no dialect of that reads."""

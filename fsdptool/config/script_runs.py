@@ -44,6 +44,7 @@ _LOOP = RunKeys(
     memory=sides(more="one_unit", either="auto_wrap_policy fsdp_plugin sharding_strategy"),
 )
 _ACCELERATE = replace(_LOOP, program="accelerate", version="1.15.0")
+_LIGHTNING = replace(_LOOP, program="lightning", version="2.6.6")
 _MEMORY: Mapping[str, Literal["less", "more"] | None] = {
     "LoraConfig.use_dora": "more", "LoraConfig.bias": "more", "LoraConfig.target_parameters": None,
     "LoraConfig.layers_to_transform": "less", "LoraConfig.rank_pattern": None,
@@ -303,7 +304,7 @@ def _of_unsloth(run: DescribedRun, recompute: object) -> DescribedRun:
 def _table(script: ScriptRun) -> RunKeys:
     if script.form == "trainer":
         return replace(TRAINER, no_effect=TRAINER.no_effect | _LOOP.no_effect | names("wrap_classes"))
-    return _ACCELERATE if script.form == "accelerate" else _LOOP
+    return {"accelerate": _ACCELERATE, "lightning": _LIGHTNING}.get(script.form, _LOOP)
 
 
 def _trainer(read: RunReader) -> dict[str, Any]:
@@ -356,6 +357,7 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
         "token"
     )
     sharded = script.fsdp != "none"
+    steps = read.whole("max_steps")
     return {
         **adapter,
         "fsdp": script.fsdp,
@@ -372,6 +374,9 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
         "fused_loss": "none" if script.objective == "sft" else None,
         "compile": read.flag("torch_compile"),
         "processes": script.processes,
+        "nodes": script.nodes,
+        "steps": steps if steps is not None and steps > 0 else None,
+        "epochs": read.number("num_train_epochs"),
         "mesh": mesh,
         "wrap_classes": (classes,) if isinstance(classes, str) else classes,
         "reshard": (reshard if isinstance(reshard, bool | int) else True) if sharded else None,

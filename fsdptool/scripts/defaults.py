@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
 from fsdptool.scripts.interpreter import Interpreter
-from fsdptool.scripts.names import short
+from fsdptool.scripts.names import LIGHTNING, library, short
 from fsdptool.scripts.values import (
     Choice,
     Class,
@@ -42,6 +42,13 @@ OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yam
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
 _DATA_PARSERS = ("HfArgumentParser", "TrlParser")
 _TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
+
+
+def is_of_lightning(value: Value | None) -> bool:
+    """Say whether a value is a ``Trainer`` or a ``Fabric`` of Lightning."""
+    if not isinstance(value, Thing) or library(value.kind) not in LIGHTNING:
+        return False
+    return value.kind.rpartition(".")[2] in ("Trainer", "Fabric")
 
 
 def given_by(value: object, label: str, node: ast.AST | None) -> Const:
@@ -148,9 +155,28 @@ class RunInterpreter(Interpreter):
             return Items([self._filled(kind, node, own) for kind in kinds if kind is not None])
         if name == "map" and args and isinstance(args[0], Function):  # of a data set: how samples are made
             self.enter(args[0], (Thing("parameter", label="sample", node=node),), {}, node, partly=True)
+        if (
+            is_of_lightning(receiver)
+            and (given := self._of_lightning(name, args, keywords, node)) is not None
+        ):
+            return given
         if name in ("lower", "upper", "strip") and not args and isinstance(constant(receiver), str):
             return Const(getattr(constant(receiver), name)(), sources=receiver.sources)
         return super()._result(receiver, name, args, keywords, node)
+
+    def _of_lightning(
+        self, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.Call
+    ) -> Value | None:
+        """Follow the methods of a module that ``fit`` calls, and return what ``setup`` gives back."""
+        if name.startswith("setup"):
+            return args[0] if len(args) == 1 else Items(list(args))
+        for made in (*args, *keywords.values()) if name == "fit" else ():
+            owner = made.owner if isinstance(made, Thing) else None
+            for method in ("configure_model", "configure_optimizers", "train_dataloader"):
+                found = owner.lookup(method) if owner is not None else None
+                if found is not None and found[1] not in self.called:
+                    self.enter(Function(found[1], found[0].scope, made), (), {}, node)
+        return None
 
     def _declare(
         self, parser: Thing, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST
@@ -316,6 +342,14 @@ class RunInterpreter(Interpreter):
             if given is not None and not is_constant(given, None):
                 return given
         owner = value if isinstance(value, Class) else value.owner if isinstance(value, Thing) else None
+        if name == "hparams" and isinstance(value, Thing) and name not in value.parts:
+            first = owner.lookup("__init__") if owner is not None else None
+            if first is not None:  # Lightning keeps the arguments of a module under this name
+                function = Function(first[1], first[0].scope)
+                kept = Thing("hparams", label=name, node=node)
+                self.store(value.parts, name, kept)
+                for key, item in self._bound(function, (value, *value.args), value.keywords, False).items():
+                    self.store(kept.parts, key, item)
         if owner is not None and owner.lookup(name) is None:
             known = value.parts if isinstance(value, Thing) else {}
             found = self._of_class(owner, name) if name not in known else None

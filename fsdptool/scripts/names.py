@@ -27,6 +27,9 @@ _DISTRIBUTED = COLLECTIVES | {
 UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel")
 """Loaders of unsloth, which also add its adapters."""
 
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""Distributions of Lightning: their names stay whole."""
+
 STARS = {
     "torch.distributed.fsdp": (
         "fully_shard", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "CPUOffload",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
-from fsdptool.scripts.defaults import RunInterpreter
+from fsdptool.scripts.defaults import RunInterpreter, is_of_lightning
 from fsdptool.scripts.facts import FSDP1, is_inside, text, unwrapped
 from fsdptool.scripts.judge import parsed_script
 from fsdptool.scripts.models import LOADING, ModelReader
@@ -25,6 +25,7 @@ from fsdptool.scripts.values import (
     Thing,
     Value,
     flat,
+    is_constant,
     made_by,
 )
 
@@ -99,7 +100,10 @@ def read_script_run(
             f"{source.path or 'the script'} is too long to follow",
             help="give its model, and options, in place of the script",
         ) from None
-    scores = [sum(event.name in _BEGIN for event in path.events[path.own or 0 :]) for path in paths]
+    scores = [
+        sum(event.name in _BEGIN or is_of_lightning(event.result) for event in path.events[path.own or 0 :])
+        for path in paths
+    ]
     best = max(range(len(paths)), key=lambda index: (scores[index], -index))
     chosen = 0 if scores[0] else best
     if not scores[chosen]:
@@ -219,6 +223,9 @@ class _Reader(ModelReader):
         if accelerator is not None:
             self.run.form = "accelerate"
             self._accelerator(accelerator)
+        lightning = next((event for event in facts.of_kind("call") if is_of_lightning(event.result)), None)
+        if lightning is not None:
+            self.run.form = "lightning"
         if facts.shardings:
             self.run.fsdp = 2
             self._fully_shard()
@@ -227,6 +234,8 @@ class _Reader(ModelReader):
             self._fsdp1()
         elif accelerator is None:
             self.run.fsdp = "none"
+        if lightning is not None:
+            self._lightning(lightning)
         model = self._trained()
         if model is not None:
             self._model(model, getattr(model, "node", None) or self.facts.path.tree)
@@ -261,7 +270,8 @@ class _Reader(ModelReader):
             return roots[-1] if roots else things[-1]
         if facts.wrappers:
             return facts.wrappers[-1][1]
-        given = [value for event in facts.methods("prepare", "prepare_model") for value in event.args]
+        prepared = ("prepare", "prepare_model", *(("fit", "setup", "setup_module") * self._by_lightning))
+        given = [value for event in facts.methods(*prepared) for value in event.args]
         given += [value for event in facts.calls("DistributedDataParallel") for value in event.args[:1]]
         given += [event.argument for event in facts.optimizers if event.argument is not None]
         for value in given:
@@ -270,6 +280,83 @@ class _Reader(ModelReader):
                 if module.owner is not None or not module.kind.startswith(("optim.", "DataLoader")):
                     return module
         return None
+
+    @property
+    def _by_lightning(self) -> bool:
+        return self.run.form == "lightning"
+
+    def _lightning(self, event: Event) -> None:
+        """Read ``Trainer`` or ``Fabric`` of Lightning, and the strategy that it is given.
+
+        Defaults and dtypes: Lightning 2.6 ``pytorch/trainer/trainer.py``, ``pytorch/strategies/fsdp.py``,
+        ``fabric/plugins/precision/fsdp.py``.
+        """
+        kind = event.name.rpartition(".")[2]
+        for name, ours in _LIGHTNING.items():
+            self.put(ours, event.keywords.get(name), event.places.get(name, event.node), f"{kind}.{name}")
+        strategy, at = event.keywords.get("strategy"), event.places.get("strategy", event.node)
+        word = str(plain_value(strategy)[1]) if strategy is not None else "auto"
+        made = strategy if isinstance(strategy, Thing) else None
+        named = made.kind.rpartition(".")[2] if made is not None else ""
+        if named == "FSDPStrategy" or word.startswith("fsdp"):
+            self.run.fsdp = 1
+            self.say("cpu_offload", "offload" in word, at, f"{kind}.strategy") if made is None else None
+            if made is None or "auto_wrap_policy" not in made.keywords:
+                self.say("one_unit", "the whole model", at, f"{kind}.strategy")
+        elif made is None and strategy is not None and not plain_value(strategy)[0]:
+            self.put("fsdp_plugin", strategy, at, f"{kind}.strategy")
+        elif "eepspeed" in word + named:
+            self.say("Accelerator.deepspeed_plugin", named or word, at, f"{kind}.strategy")
+        if made is not None:
+            self._strategy_of_lightning(made, named)
+        self._precision_of_lightning(event, kind)
+        given = event.keywords
+        counts = [
+            plain_value(item)[1] for item in (given.get("devices", given.get("gpus")), given.get("num_nodes"))
+        ]
+        devices = len(counts[0]) if isinstance(counts[0], list) else counts[0]
+        nodes = 1 if counts[1] is None else counts[1]
+        if isinstance(nodes, int) and isinstance(devices, int | str) and str(devices).isdecimal():
+            self.run.processes, self.run.nodes = int(devices) * nodes, nodes
+        self.rest(event, kind, (*_LIGHTNING, "strategy", "precision", "devices", "gpus", "num_nodes"))
+
+    def _strategy_of_lightning(self, made: Thing, named: str) -> None:
+        places, given = self.places(made), made.keywords
+        for name in ("auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing"):
+            policy, at = given.get(name), places.get(name, made.node)
+            if name == "auto_wrap_policy" and isinstance(policy, Items):
+                self._classes(policy, at, named)
+            elif name == "auto_wrap_policy":
+                self._policy(policy, at, named)
+            elif policy is not None and not is_constant(policy, None):
+                self.say("gradient_checkpointing", True, at, f"{named}.{name}")
+        offload = given.get("cpu_offload")
+        if isinstance(offload, Const):
+            self.put("cpu_offload", offload, places.get("cpu_offload", made.node), f"{named}.cpu_offload")
+        else:
+            self._offload(offload, places.get("cpu_offload", made.node), named)
+        self._precision(given.get("mixed_precision"), "MixedPrecision")
+        self._strategy(given.get("sharding_strategy"), places.get("sharding_strategy", made.node), named)
+        self.put("mesh.tp", given.get("tensor_parallel_size"), made.node, f"{named}.tensor_parallel_size")
+
+    def _precision_of_lightning(self, event: Event, kind: str) -> None:
+        """Read ``precision``: ``bf16-mixed`` is autocast, ``bf16-true`` casts the weights, too."""
+        value, at = event.keywords.get("precision"), event.places.get("precision", event.node)
+        known, word = plain_value(value)
+        if not known:
+            self.put("autocast", value, at, f"{kind}.precision")
+            return
+        dtype, _, how = str(word).partition("-")
+        found = {"bf16": "bfloat16", "16": "float16"}.get(dtype)
+        if found is None:
+            return
+        if how == "true":
+            self.say("dtype", found, at, f"{kind}.precision")
+        if self.run.fsdp == 1:
+            self.say("param_dtype", found, at, f"{kind}.precision")
+            self.say("reduce_dtype", found, at, f"{kind}.precision")
+        else:
+            self.say("autocast", found, at, f"{kind}.precision")
 
     def _accelerator(self, event: Event) -> None:
         for name in ("mixed_precision", "gradient_accumulation_steps"):
@@ -533,6 +620,10 @@ class _Reader(ModelReader):
                     self.put(f"mesh.{ours}", size, event.node, f"init_device_mesh.{ours}")
 
 
+_LIGHTNING = {
+    "accumulate_grad_batches": "gradient_accumulation_steps", "max_steps": "max_steps",
+    "max_epochs": "num_train_epochs",
+}  # fmt: skip
 _PLUGIN = (
     "fsdp_version", "reshard_after_forward", "activation_checkpointing", "cpu_offload", "sharding_strategy",
     "transformer_cls_names_to_wrap", "auto_wrap_policy",

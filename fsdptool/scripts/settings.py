@@ -18,7 +18,7 @@ from fsdptool.scripts.names import short
 from fsdptool.scripts.values import Choice, Class, Const, Event, Items, Library, Table, Thing, Value, made_by
 
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.half", "torch.float32", "torch.float")
-Form = Literal["trl", "trainer", "accelerate", "torch"]
+Form = Literal["trl", "trainer", "accelerate", "lightning", "torch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class ScriptRun:
         model_type: Configuration class of the model (``LlamaConfig``), where the script gives its sizes.
         classes: Classes that are to be units.
         processes: Ranks that it starts itself, or None.
+        nodes: Machines that it says they are on, or None.
         problems: What cannot be read, beside the settings.
     """
 
@@ -79,6 +80,7 @@ class ScriptRun:
     model_type: str | None = None
     classes: tuple[NamedClass, ...] = ()
     processes: int | None = None
+    nodes: int | None = None
     problems: list[str] = field(default_factory=list)
 
 

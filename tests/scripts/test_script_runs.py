@@ -514,3 +514,90 @@ def test_a_loop_over_a_model_of_diffusers() -> None:
     # What the launcher decides stays open.
     left = described(DIFFUSION.replace('mixed_precision="bf16"', "").replace("Accelerator(", "Accelerator("))
     assert left.base_dtype is None and any("weight_dtype" in item for item in left.problems)
+
+
+LIGHTNING = """
+import lightning as L
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+class Lit(L.LightningModule):
+    def __init__(self, name, lr=1e-5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForCausalLM.from_pretrained(self.hparams.name, dtype=torch.bfloat16)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(rows, batch_size=2)
+
+blocks = {LlamaDecoderLayer}
+strategy = FSDPStrategy(auto_wrap_policy=blocks, activation_checkpointing_policy=blocks)
+trainer = L.Trainer(
+    devices=8, num_nodes=2, strategy=strategy, precision="bf16-mixed", max_steps=100,
+    accumulate_grad_batches=4,
+)
+trainer.fit(Lit("meta-llama/Llama-3.2-3B"), datamodule=Data())
+"""
+
+
+def test_a_module_of_lightning() -> None:
+    run = described(LIGHTNING)
+    assert (run.program, run.family, run.fsdp, run.reshard) == ("lightning", "llama3.2:3b", 1, True)
+    assert (run.processes, run.nodes, run.micro_batch, run.accumulation, run.steps) == (16, 2, 2, 4, 100)
+    assert (run.wrap_classes, run.gradient_checkpointing) == (("LlamaDecoderLayer",), "full")
+    # Mixed precision of Lightning casts what FSDP gathers and reduces, and no stored weight.
+    assert (run.stored_dtype, run.compute_dtype, run.reduce_dtype) == ("bf16", "bf16", "bf16")
+    assert not run.unresolved
+    full = described(LIGHTNING.replace("bf16-mixed", "32-true").replace("=torch.bfloat16", "=torch.float32"))
+    assert (full.stored_dtype, full.compute_dtype, full.reduce_dtype) == ("fp32", "fp32", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fsdp", "offload", "sides"),
+    [
+        ('"fsdp_cpu_offload"', 1, True, ["more"]),
+        ('"ddp_find_unused_parameters_true"', "none", False, []),
+        ('"deepspeed_stage_3"', "none", False, [None]),
+        ("FSDPStrategy(cpu_offload=True)", 1, True, ["more"]),
+    ],
+)
+def test_strategies_of_lightning(strategy: str, fsdp: object, offload: bool, sides: list[str | None]) -> None:
+    run = described(LIGHTNING.replace("strategy=strategy", f"strategy={strategy}"))
+    assert (run.fsdp, run.cpu_offload) == (fsdp, offload)
+    # Without a policy the model is one unit, which needs more than a unit for each block.
+    assert [(item.key, item.side) for item in run.keys.not_modelled] == [
+        ("Trainer.strategy", side) for side in sides
+    ]
+
+
+FABRIC = """
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+def main(devices=4, micro_batch_size=2, max_seq_length=1024):
+    fabric = Fabric(devices=devices, strategy="ddp", precision="bf16-true")
+    model = fabric.setup(AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B", dtype=torch.float32))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    for step, batch in enumerate(fabric.setup_dataloaders(DataLoader(rows, batch_size=micro_batch_size))):
+        fabric.backward(model(**batch).loss)
+        if (step + 1) % 16 == 0:
+            optimizer.step()
+
+main()
+"""
+
+
+def test_a_loop_with_fabric() -> None:
+    run = described(FABRIC)
+    assert (run.program, run.family, run.fsdp, run.processes) == ("lightning", "qwen2.5:7b", "none", 4)
+    assert (run.sequence_length, run.micro_batch, run.accumulation) == (1024, 2, 16)
+    assert (run.base_dtype, run.stored_dtype, run.compute_dtype) == ("bf16", "bf16", "bf16")
