@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import check, read_object
+from fsdptool.formatting import count
 from fsdptool.inspection.micro_batch import planned_batch, sample_size
 from fsdptool.modeling.resolve import on_ranks, resolve_run
 from fsdptool.planning.advice.diagnostics import advise, advise_lengths, ended_early
@@ -124,6 +125,8 @@ def make_plan(
     inputs = request.inputs
     check_sizes(inputs.recipe)
     runs = _requested_runs(inputs)  # contradictions between sizes are reported before anything is built
+    if progress is not None:
+        progress("building the model without weights")
     spec, anatomy = model if model is not None else inspect_model(inputs)
     _check_model(spec, anatomy, inputs.recipe)
     noticed = [*request.diagnostics, *_serious(spec.diagnostics), *_serious(anatomy.diagnostics)]
@@ -140,6 +143,10 @@ def make_plan(
         tried: tuple[LargestBatch, ...] = ()
         if inputs.max_batch:
             requested, tried = largest_batch(estimator, inputs, requested, progress=progress)
+        if progress is not None:
+            progress(
+                f"tracing a step of {spec.model_class} with {count(anatomy.total_parameters)} parameters"
+            )
         result = run_search(estimator, inputs, requested, progress=progress, stop=stop)
         plan = _conclude(estimator, inputs, requested, result, noticed, tried, progress)
     return replace(plan, unread=request.unread, verdict=_certain(plan))
@@ -330,7 +337,7 @@ def _conclude(
         steps = suggest(estimator, inputs, start.settings, start)
     elif chosen is not None:
         steps = avoid_fragmentation(estimator, inputs, chosen)
-        if inputs.search != "none":
+        if inputs.search != "none" and result.ended is None:
             steps += improve(estimator, inputs, chosen)
     diagnostics += advise(estimator, inputs, requested[0], first, chosen)
     shown_point = (chosen or first).settings

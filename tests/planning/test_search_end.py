@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,9 +16,10 @@ from fsdptool.records.plan import Plan
 TINY = {"reference": "qwen3:tiny", "gpu": "H100-80GB-SXM", "gpus": 2, "sequence_length": 64}
 
 
-def planned(**options: Any) -> Plan:
+def planned(*, progress: Callable[[str], None] | None = None, **options: Any) -> Plan:
     stop = options.pop("stop", None)
-    return make_plan(read_request(cast("Options", {**TINY, "compile": False, **options})), stop=stop)
+    request = read_request(cast("Options", {**TINY, "compile": False, **options}))
+    return make_plan(request, stop=stop, progress=progress)
 
 
 def ends(plan: Plan) -> list[tuple[str, str]]:
@@ -35,6 +37,17 @@ def test_a_quick_search_ends_at_the_first_configuration_that_fits() -> None:
         ("info", message)
     ]
     assert not ends(whole)
+    # The first answer is the answer: nothing else is traced for advice.
+    assert quick.next_steps == () and whole.next_steps
+
+
+def test_a_search_tells_what_it_does_before_the_first_answer() -> None:
+    told: list[str] = []
+    planned(quick=True, progress=told.append)
+    assert told[:2] == [
+        "building the model without weights",
+        "tracing a step of Qwen3ForCausalLM with 10.2 M parameters",
+    ]
 
 
 def test_nothing_is_searched_where_only_one_configuration_is_asked_for() -> None:

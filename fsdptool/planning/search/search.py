@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,17 +96,20 @@ class Watch:
         if self.progress is None or time.monotonic() - self._told < _PROGRESS_SECONDS:
             return
         self._told = time.monotonic()
-        best = ""
-        if self._best is not None and self._best.step_seconds is not None:
+        verdict = ""
+        if self._best is not None:
             step = self._best.step_seconds
-            best = f", best that fits: {elapsed(step) if step >= 60 else f'{step:.3g} s'} per step"
+            pace = elapsed(step) if step is None or step >= 60 else f"{step:.3g} s"
+            verdict = f"fits, best so far {pace} per step: "
         bound, most = ("up to ", "at most ") if self._ahead else ("", "")
         time_left = f", {most}{elapsed(left)} left" if left is not None else ""
-        self.progress(f"evaluated {done} of {bound}{total} configurations{best}{time_left}")
+        self.progress(f"{verdict}evaluated {done} of {bound}{total} configurations{time_left}")
 
     def ends(self, candidate: Candidate, number: int) -> bool:
         """Return whether the search ends with a candidate, the ``number``-th of its part."""
         fits = candidate.rejected_by is None and roomy(candidate)
+        if fits and self._best is None:
+            self._told = -math.inf  # The first verdict does not wait for its turn.
         if fits and (self._best is None or merit(candidate, self.prefer) > merit(self._best, self.prefer)):
             self._best = candidate
         interrupted = self.stop is not None and self.stop()
