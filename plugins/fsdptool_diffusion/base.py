@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, InputsError, ModelError
@@ -160,14 +161,17 @@ class Denoiser(DiffusersFamily):
     """Pixels per latent of the pipeline's own VAE, where the model lies in one that says."""
 
     def bind(self, spec: ModelSpec) -> Family:
-        """Return the family for one model: with what its pipeline's VAE makes of pixels."""
+        """Return the family for one model: with what its pipeline makes of pixels and of captions."""
         from fsdptool.source.vae import pixels_per_latent
+        from fsdptool_diffusion.encoders import caption_tokens
 
         pixels = pixels_per_latent(spec)
-        if pixels is None:
+        tokens = caption_tokens(Path(spec.folder).parent) if spec.folder is not None else None
+        if pixels is None and tokens is None:
             return self
         bound = copy(self)
         bound.vae_pixels = pixels
+        bound.text_tokens = tokens or self.text_tokens
         return bound
 
     def full(self, config: Mapping[str, Any]) -> dict[str, Any]:

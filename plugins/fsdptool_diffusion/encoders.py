@@ -85,6 +85,10 @@ TEXT_OUTPUTS: Mapping[str, tuple[str | None, ...]] = {
 """What ``encode_prompt`` of a pipeline returns (diffusers 0.42.1), by the names its arguments have; what
 begins with ``negative_`` stands for no caption. Tables of positions are None: families make them."""
 
+_BY_TOKENIZER = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+_LONGEST_CAPTION = 100_000
+"""Tokenizers without a limit name a number with thirty digits."""
+
 _UNFILLED = ("ZImagePipeline",)
 """Pipelines whose captions come without padding; a mask then says where ours begins."""
 
@@ -127,6 +131,25 @@ def pipeline_index(folder: Path) -> Mapping[str, Any]:
     if not isinstance(index, Mapping) or not isinstance(index.get("_class_name"), str):
         raise ConfigError(f"{folder / 'model_index.json'} has no _class_name")
     return index
+
+
+def caption_tokens(folder: Path) -> int | None:
+    """Return the tokens of every caption, where the pipeline's tokenizer alone decides that.
+
+    Stable Diffusion 1, 2 and XL fill captions up to what their tokenizer holds (``encode_prompt``, diffusers
+    0.42.1). None: other pipelines take a length, or the tokenizer does not say.
+
+    Args:
+        folder: Of a pipeline.
+    """
+    try:
+        if pipeline_index(folder)["_class_name"] not in _BY_TOKENIZER:
+            return None
+        said = read_json(folder / "tokenizer" / "tokenizer_config.json")
+    except (ConfigError, UnreadableError, OSError):
+        return None
+    length = said.get("model_max_length") if isinstance(said, Mapping) else None
+    return length if isinstance(length, int) and 0 < length <= _LONGEST_CAPTION else None
 
 
 def check_pipeline(folder: Path) -> str:

@@ -32,7 +32,7 @@ from fsdptool.training.data.images import Bucket, Picture, buckets_of, list_pict
 from fsdptool.training.data.loader import Opened
 from fsdptool.training.data.sources import path_of
 from fsdptool_diffusion.autoencoder import FirstFrame, ImageEncoding
-from fsdptool_diffusion.encoders import TextEncoding, check_pipeline, pipeline_folder
+from fsdptool_diffusion.encoders import TextEncoding, caption_tokens, check_pipeline, pipeline_folder
 from fsdptool_diffusion.latents import (
     INDEX,
     VERSION,
@@ -123,6 +123,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
     _check_sizes(recipe, spec, buckets)
     specs = {item.name: item for item in family.batch_spec(spec.config, for_micro_batch(recipe, 1))}
     lengths = [specs[name].shape[1] for name in SOURCES if name in specs and len(specs[name].shape) == 3]
+    _check_captions(pipeline, lengths[0] if lengths else None)
     work = DiffusionWork(
         folder=Path(),
         pipeline=pipeline,
@@ -154,6 +155,16 @@ def _check_vae(pipeline: Path, spec: ModelSpec) -> None:
             f"the VAE of {pipeline} makes a latent of {own} x {own} pixels, memory is planned for one of"
             f" {planned} x {planned}",
             help="name that pipeline's folder as model.reference, or another one in data.options.pipeline",
+        )
+
+
+def _check_captions(pipeline: Path, planned: int | None) -> None:
+    """What the pipeline's tokenizer fills captions up to is known before anything is encoded."""
+    own = caption_tokens(pipeline)
+    if own is not None and planned is not None and own != planned:
+        raise ConfigError(
+            f"the tokenizer of {pipeline} makes captions of {own} tokens, memory is planned for {planned}",
+            help=f"set batch.sequence_length to {own}",
         )
 
 

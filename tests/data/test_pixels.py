@@ -87,10 +87,12 @@ def test_init_precompute_and_batches_of_a_pipeline_with_another_vae(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_material.pictures(tmp_path / "images", [(80, 70)] * 3 + [(24, 24)])
-    assert run(["init", "shallow", "--data", "images", "--seq-len", "16"]) == 0
+    assert run(["init", "shallow", "--data", "images"]) == 0
     recipe, spec = read_recipe("recipe.yaml"), resolve("shallow")
     # 16 latents of 2 pixels, each way.
     assert (recipe.batch.height, recipe.batch.width) == (32, 32)
+    # As many tokens as the pipeline's tokenizer fills captions up to: the published model has 77.
+    assert recipe.batch.sequence_length in (None, 16)
     work = plan_work(recipe, spec, tmp_path / "c")
     run_work(work, rank=0, world=1, device="cpu")
     opened = open_latents(recipe, spec, recipe.data, work.folder, "all")

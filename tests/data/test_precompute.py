@@ -273,10 +273,8 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     (videos / "a.mp4").write_bytes(b"")
     assert "a.mp4 cannot be read" in complaint(lambda: plan(videos, frames=5))
     assert "neither spread nor a number" in complaint(lambda: plan(good, fps="slow"))
-    assert "prompt_embeds of a cached text is (16, 16), memory is planned for (8, 16)" in complaint(
-        lambda: prepare(
-            made_of("sd15", good, length=8), resolve(str(pipelines["sd15"])), cache=tmp_path / "c"
-        )
+    assert "makes captions of 16 tokens, memory is planned for 8" in complaint(
+        lambda: made_of("sd15", good, length=8)
     )
     for name, why in (
         ("LTXImageToVideoPipeline", "first image"),
