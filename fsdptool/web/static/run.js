@@ -7,9 +7,9 @@
   let shown = null;
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const figure = (value) => (value == null ? "" : Number(value.toPrecision(4)).toLocaleString("en"));
+  const figure = (value) => (value == null ? "none" : Number(value.toPrecision(4)).toLocaleString("en"));
   const bytes = (value) => {
-    if (value == null) return "";
+    if (value == null) return "none";
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let power = 0;
     while (value >= 1024 && power < units.length - 1) {
@@ -115,9 +115,16 @@
       box,
     );
     new ResizeObserver(() => {
-      if (box.clientWidth && box.clientWidth !== chart.width) chart.setSize({width: box.clientWidth, height: 230});
+      if (!box.clientWidth || box.clientWidth === chart.width) return;
+      chart.setSize({width: box.clientWidth, height: 230});
+      showLatest(chart);
     }).observe(box);
     return chart;
+  }
+
+  // Without a pointer the legend shows the latest values.
+  function showLatest(chart) {
+    if (chart.cursor.left < 0 || chart.cursor.left == null) chart.setLegend({idx: chart.data[0].length - 1});
   }
 
   function draw(data) {
@@ -132,8 +139,7 @@
         charts[name]?.destroy();  // the first validation is a further line
         charts[name] = make(name, data, holder);
       }
-      // Without a pointer the legend shows the latest values.
-      if (charts[name].cursor.left < 0 || charts[name].cursor.left == null) charts[name].setLegend({idx: data.step.length - 1});
+      showLatest(charts[name]);
       holder.querySelector("p.soft").textContent = KINDS[name].note(data);
       const known = columns[1].filter((value) => value != null);
       holder.querySelector(".curve-box").setAttribute(
