@@ -28,6 +28,7 @@ class ProgramLoop:
         head_chunks: Parts of each row whose logits a chunked loss makes one by one, and all keeps.
         marks_last: Whether it calls ``set_is_last_backward``.
         outside_in_root: Whether embedding and head belong to the root, in the native layout.
+        wraps_adapters: Whether ``peft.get_peft_model`` puts a model with adapters into one of its own.
         not_planned: What a plan of it leaves out.
         source: Where this can be read.
     """
@@ -41,6 +42,7 @@ class ProgramLoop:
     head_chunks: int = 0
     marks_last: bool = False
     outside_in_root: bool = False
+    wraps_adapters: bool = False
     not_planned: tuple[NotPlanned, ...] = ()
 
 
@@ -79,6 +81,7 @@ ACCELERATE_LOOP = ProgramLoop(
 TRAINER_LOOP = replace(
     ACCELERATE_LOOP,
     source="transformers 5.23 trainer.py (no_sync but for the last micro-batch; compute_loss drops outputs)",
+    wraps_adapters=True,
     not_planned=("autocast", "fused_loss", "stored_dtype"),
 )
 """transformers' Trainer, and the programs that are built on it."""

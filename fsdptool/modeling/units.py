@@ -237,8 +237,25 @@ def plan_units(anatomy: Anatomy | TrainedModel, run: ResolvedRun) -> UnitPlan:
         if plan is not None:
             own = placements(trained.anatomy.parameters, plan)
             anatomy, placed = localise(anatomy, plan), own if placed is None else merged(placed, own)
+    wrapped = run.loop.wraps_adapters and trained.published is not None
+    if wrapped and run.sharding.layout == "accelerate":
+        anatomy = dataclasses.replace(anatomy, final_norm=None)
     units = group(anatomy, run.sharding, replicated=trained.replicated, experts=spread)
+    if run.loop.tiles is not None and run.recipe.objective.fused:
+        units = _with_head_not_called(units, anatomy)
     return dataclasses.replace(units, tensor=tensor, experts=experts, placements=placed or ())
+
+
+def _with_head_not_called(units: UnitPlan, anatomy: Anatomy) -> UnitPlan:
+    """Return the units of a loop whose loss reads the head's weight and does not call the head.
+
+    A unit of the head alone then stays sharded, and the loss gathers the weight (TRL 1.16.0
+    ``trainer/utils.py:add_fused_lm_head``). In a unit with others, their forward gathers it.
+    """
+    head = (anatomy.output_embedding,)
+    return dataclasses.replace(
+        units, units=tuple(dataclasses.replace(unit, called=unit.modules != head) for unit in units.units)
+    )
 
 
 def _expert_division(trained: TrainedModel, ranks: int) -> TensorPlan | None:

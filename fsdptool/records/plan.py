@@ -350,6 +350,8 @@ class TrainingLoop:
         adapter_dtype: dtype in which it stores adapters; None: fp32, as peft casts those of 16 bits (0.21,
             ``autocast_adapter_dtype``) and accelerate all that trains.
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
+        wraps_adapters: Whether a model with adapters is inside one of peft's (``get_peft_model``), in which
+            accelerate 1.15 finds no final norm (``fsdp_utils.py:_find_final_norm``).
         not_planned: What differs from run to run, or is not modelled.
     """
 
@@ -365,6 +367,7 @@ class TrainingLoop:
     head_loss: NamedLoss | None = None
     adapter_dtype: AdapterDtype | None = None
     marks_last: bool = True
+    wraps_adapters: bool = False
     not_planned: tuple[NotPlanned, ...] = ()
 
     @property

@@ -113,6 +113,8 @@ class Unit:
         checkpointed: Whether the unit's forward is recomputed in backward.
         save_operators: Selectors of the outputs that recomputation finds saved
             (:func:`fsdptool.records.checkpointing.read_selector`).
+        called: False where the modules' forwards never run, so that FSDP gathers nothing: the loop gathers
+            the shards itself (``DTensor.full_tensor``), in the dtype that they are stored in.
     """
 
     id: str
@@ -124,6 +126,7 @@ class Unit:
     unshard_in_backward: bool = True
     checkpointed: bool = False
     save_operators: tuple[str, ...] = ()
+    called: bool = True
 
     @property
     def numel(self) -> int:

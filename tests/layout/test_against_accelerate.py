@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +27,12 @@ from transformers import (
 from fsdptool.errors import ConfigError
 from fsdptool.inspection.walk import walk
 from fsdptool.layout import group, resolve_sharding
+from fsdptool.modeling.resolve import resolve_run
+from fsdptool.modeling.units import TrainedModel, plan_units
 from fsdptool.records.anatomy import Anatomy, ModelSpec, Reference, WrapChoice
+from fsdptool.records.fused_loss import LossTiles
+from fsdptool.records.plan import TrainingLoop
+from fsdptool.records.recipe import ModelChoice, Objective, Recipe, Sharding
 from fsdptool.records.sharding import FsdpSettings
 
 COMMON = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -183,6 +189,25 @@ def test_the_accelerate_layout_is_what_accelerate_does(
             if unit.reshard_after_forward is not None:
                 assert behaviour["reshard"] == unit.reshard_after_forward
             assert behaviour["dtypes"] == [planned.param_dtype, planned.reduce_dtype, planned.output_dtype]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_inside_one_of_pefts_has_no_final_norm(tied: bool) -> None:
+    """The head is then a unit of its own, which stays sharded where the loss does not call it."""
+    model = build("llama", tie_word_embeddings=tied)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    anatomy = describe(wrapped.base_model.model)
+    trainer = TrainingLoop(program="trl", wraps_adapters=True, tiles=LossTiles(4096, 32768))
+    recipe = Recipe(
+        ModelChoice("config"), objective=Objective(fused=True), sharding=Sharding(layout="accelerate")
+    )
+    settings = replace(PLAIN, wrap_classes=("LlamaDecoderLayer",))
+    run = resolve_run(recipe, settings, ranks=2, loop=trainer)
+    planned = plan_units(TrainedModel(anatomy, published=anatomy), run).units
+    real = groups_of(prepare(wrapped, settings))
+    expected = {frozenset(name.removeprefix("base_model.model.") for name in names) for names in real}
+    assert {frozenset(p.fqn for p in unit.parameters) for unit in planned if unit.parameters} == expected
+    assert [unit.id for unit in planned if not unit.called] == ([] if tied else ["lm_head"])
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from memory_cases import allocation_peak
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdptool.config.dialects.trl import Trl
 from fsdptool.memory.tracing.tiled_loss import TiledLoss
@@ -18,13 +24,26 @@ utils = pytest.importorskip("trl.trainer.utils")
 ROWS, POSITIONS, WIDTH = 3, 41, 24
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained head", "frozen head"])
+@pytest.fixture(scope="module")
+def halves() -> Iterator[DeviceMesh]:
+    """Let this process be rank 0 of two whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("trained", "gathers"),
+    [(True, False), (False, False), (False, True)],
+    ids=["trained head", "frozen head", "sharded head"],
+)
 @pytest.mark.parametrize("vocabulary", [500, 1000])
-def test_it_holds_what_trl_holds(vocabulary: int, trained: bool) -> None:
+def test_it_holds_what_trl_holds(vocabulary: int, trained: bool, gathers: bool, halves: DeviceMesh) -> None:
     """Within 2 %: several tiles of tokens and of entries, forward and backward."""
     tiles = LossTiles(50, 512)
     hidden = torch.randn(ROWS, POSITIONS, WIDTH, requires_grad=True)
     weight = torch.randn(vocabulary, WIDTH, requires_grad=trained)
+    half = DTensor.from_local(weight.detach()[: vocabulary // 2], halves, [Shard(0)])
     labels = torch.randint(0, vocabulary, (ROWS, POSITIONS))
 
     def theirs() -> None:
@@ -32,12 +51,22 @@ def test_it_holds_what_trl_holds(vocabulary: int, trained: bool) -> None:
         aims = labels[:, 1:].clamp(min=0).reshape(-1)
         outputs = ("log_probs", "entropy", "is_top1")
         loss = trl_loss.ChunkedLogProbFunction.apply(
-            states, weight, None, aims, 1.0, tiles.vocabulary, None, 1.0, outputs
+            states,
+            half.full_tensor() if gathers else weight,
+            None,
+            aims,
+            1.0,
+            tiles.vocabulary,
+            None,
+            1.0,
+            outputs,
         )[0]
         torch.autograd.backward(loss.sum())
 
     def ours() -> None:
-        loss: Tensor = TiledLoss(tiles, triton=False)(hidden, weight, None, labels, 0, LogitTail())
+        loss: Tensor = TiledLoss(tiles, triton=False, gathers=gathers)(
+            hidden, weight, None, labels, 0, LogitTail()
+        )
         torch.autograd.backward(loss)
 
     with pytest.MonkeyPatch.context() as patch:

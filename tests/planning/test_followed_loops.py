@@ -122,6 +122,15 @@ def test_a_file_is_planned_as_the_loop_of_the_program_that_reads_it(
     assert "gradients" in inputs.fixed
 
 
+def test_only_fsdp2_of_a_trainer_looks_for_a_final_norm_inside_adapters(tmp_path: Path) -> None:
+    for version in (1, 2):
+        path = tmp_path / f"{version}.yaml"
+        path.write_text(LLAMA_FACTORY.replace("version: 2", f"version: {version}"))
+        loop = inputs_of(tmp_path, reference=str(path), model="gpt2:small", sequence_length=64).loop
+        assert loop.wraps_adapters == (version == 2)
+    assert not inputs_of(tmp_path, ACCELERATE, layout="accelerate").loop.wraps_adapters
+
+
 def test_accelerates_layout_means_accelerates_loop_with_and_without_its_file(tmp_path: Path) -> None:
     for text in (None, ACCELERATE):
         inputs = inputs_of(tmp_path, text, layout="accelerate")

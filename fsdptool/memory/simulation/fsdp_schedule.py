@@ -65,7 +65,8 @@ class FsdpSchedule(Unshard):
         self.plan = rank.plan
         self.trace = trace
         self.groups = make_groups(rank)
-        self.by_module = {path: group for group in self.groups for path in group.unit.modules}
+        called = [group for group in self.groups if group.unit.called]
+        self.by_module = {path: group for group in called for path in group.unit.modules}
         self.root = self.by_module.get("")
         self._reducing: list[Block] = []
         self._visited: list[Group] = []

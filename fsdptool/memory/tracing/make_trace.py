@@ -115,7 +115,7 @@ def make_trace(
         output=to_dtype(plan.output_dtype),
         inputs=to_dtype(plan.input_dtype),
         exact=plan.exact_inputs,
-        uncast=frozenset(p.fqn for p in plan.ignored),
+        uncast=frozenset(p.fqn for p in plan.ignored) | _uncalled(plan),
         sharing=run.mesh.cp,
         ring=run.settings.cp_comm_strategy == "alltoall",
         flash=run.flash,
@@ -164,6 +164,10 @@ def _autocasts(plan: UnitPlan, anatomy: Anatomy) -> bool:
     frozen = {p.dtype for p in anatomy.parameters if not p.trainable and p.numel}
     narrow = plan.param_dtype in ("bfloat16", "float16")
     return narrow and "float32" in frozen and all(p.fqn in whole for p in anatomy.parameters)
+
+
+def _uncalled(plan: UnitPlan) -> frozenset[str]:
+    return frozenset(p.fqn for unit in plan.units if not unit.called for p in unit.parameters)
 
 
 def _uncompilable(plan: UnitPlan, run: ResolvedRun) -> str | None:
@@ -261,7 +265,7 @@ def trained_model(
         replace(layers, experts=replace(experts, worst_routing=worst_routing)),
         float8_device=None,
         after_method=lambda model: after.extend(recomputed(model)),
-        head=partial(_fuse_head, spec=spec, run=run) if recipe.objective.fused else None,
+        head=partial(_fuse_head, spec=spec, run=run, plan=plan) if recipe.objective.fused else None,
         compile=compile,
         shorten=shorten if early else None,
     )
@@ -290,7 +294,7 @@ def _built(spec: ModelSpec, choice: ModelChoice, run: ResolvedRun) -> nn.Module:
     return model
 
 
-def _fuse_head(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> None:
+def _fuse_head(model: nn.Module, spec: ModelSpec, run: ResolvedRun, plan: UnitPlan) -> None:
     """Let the head compute the loss as the program does whose loop the run follows."""
     tiles, chunks = run.loop.tiles, run.loop.head_chunks
     if run.loop.head_loss == "torchtitan":
@@ -299,7 +303,8 @@ def _fuse_head(model: nn.Module, spec: ModelSpec, run: ResolvedRun) -> None:
         fuse_head(model, NAMED_LOSSES[run.loop.head_loss])
     elif tiles is not None:
         summed = objective_for(run.recipe, spec).sequences == 1
-        fuse_head(model, TiledLoss(tiles, triton=not run.settings.use_cpu, summed=summed))
+        triton, gathers = not run.settings.use_cpu, bool(_uncalled(plan))
+        fuse_head(model, TiledLoss(tiles, triton=triton, summed=summed, gathers=gathers))
     else:
         fuse_head(model, partial(loss_of_chunks, chunks) if chunks else None)
 
@@ -320,7 +325,7 @@ def _trace_teacher(
 
     def make(_cut: Cut | None = None) -> nn.Module:
         model = _built(spec, choice, run)
-        head = partial(_fuse_head, spec=spec, run=run) if recipe.objective.fused else None
+        head = partial(_fuse_head, spec=spec, run=run, plan=plan) if recipe.objective.fused else None
         prepare_model(model, spec, None, run.settings, plan, ALONE, float8_device=None, head=head)
         return model
 

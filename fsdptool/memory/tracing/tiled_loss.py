@@ -33,10 +33,11 @@ class TiledLoss:
         tiles: Tokens and entries of the vocabulary of a tile.
         triton: Whether a Triton kernel works on a tile in place, as on GPUs.
         summed: Whether the objective takes the sum over all tokens, or the loss of each.
+        gathers: Whether the head's weight is sharded until the loss gathers it.
     """
 
-    def __init__(self, tiles: LossTiles, *, triton: bool, summed: bool = True) -> None:
-        self.tiles, self.triton, self.summed = tiles, triton, summed
+    def __init__(self, tiles: LossTiles, *, triton: bool, summed: bool = True, gathers: bool = False) -> None:
+        self.tiles, self.triton, self.summed, self.gathers = tiles, triton, summed, gathers
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, _: int, tail: LogitTail
@@ -53,6 +54,8 @@ class TiledLoss:
         # The last state of a row predicts nothing and is cut off, which copies the others.
         states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
         aims = targets[:, :-1].clamp(min=0).reshape(-1)
+        if self.gathers:
+            weight, bias = weight.clone(), bias.clone() if bias is not None else None
         result: Tensor = _Tiled.apply(states, weight, bias, aims, self)  # type: ignore[no-untyped-call]
         return result.sum() if self.summed else result.view(hidden.shape[0], -1)
 

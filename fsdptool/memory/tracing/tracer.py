@@ -74,7 +74,8 @@ def trace(
     if run.loop.own_loss:
         parts["own_loss"] = True
     if run.loop.tiles is not None or run.loop.head_chunks:
-        parts["head"] = [to_json(run.loop.tiles), run.loop.head_chunks]
+        wraps = ["wraps adapters"] if run.loop.wraps_adapters else []
+        parts["head"] = [to_json(run.loop.tiles), run.loop.head_chunks, *wraps]
     if run.loop.head_loss is not None:
         parts["head"] = [run.loop.head_loss, run.recipe.sharding.compile]
     if run.loop.masked:

@@ -79,12 +79,13 @@ def _program(options: Options, reading: Reading | None) -> str:
     return "accelerate" if options.get("layout") == "accelerate" else OWN
 
 
-def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
+def training_loop(followed: Followed, mixed: bool, *, version: int = 2) -> TrainingLoop:
     """Return what the plan assumes of the loop; options say it differently.
 
     Args:
         followed: The loop.
         mixed: Whether the run has mixed precision.
+        version: Of FSDP. The first gathers all that is outside the blocks at once.
     """
     options, does = followed.options, followed.does
     loss, inside = options.get("loss"), options.get("loss_in_forward")
@@ -103,6 +104,7 @@ def training_loop(followed: Followed, mixed: bool) -> TrainingLoop:
         head_loss=cast("NamedLoss", loss) if loss in get_args(NamedLoss) else None,
         adapter_dtype=cast("AdapterDtype | None", options.get("adapter_dtype")),
         marks_last=does is None or does.marks_last,
+        wraps_adapters=does is not None and does.wraps_adapters and version == 2,
         not_planned=_open(does, loss, mixed) if does is not None else (),
     )
 

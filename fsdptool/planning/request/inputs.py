@@ -105,6 +105,8 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
     pipeline = _pipeline(options, clusters)
     if pipeline.ranks > 1:
         search = "none"
+    version = 1 if described is not None and described.fsdp == 1 else 2
+    loop = training_loop(followed, settings.mixed_precision != "no", version=version)
     inputs = PlanInputs(
         recipe=recipe,
         settings=settings,
@@ -118,7 +120,7 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
         max_batch=options.get("max_batch", False),
         optimal_checkpointing=_optimal_checkpointing(options, clusters),
         prefer=_prefer(options, clusters),
-        loop=replace(training_loop(followed, settings.mixed_precision != "no"), assumed=assumed),
+        loop=replace(loop, assumed=assumed),
         lengths=lengths,
         pipeline=pipeline,
         run=described,
