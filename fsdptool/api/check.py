@@ -13,6 +13,7 @@ from fsdptool.api.validate import Linter
 from fsdptool.config.command_lines import ENDINGS, default_files
 from fsdptool.config.described import describe_run
 from fsdptool.config.lint_settings import FileHardware
+from fsdptool.config.no_run import why_no_run
 from fsdptool.errors import ConfigError, ExitCode, FsdptoolError
 from fsdptool.files.revisions import Revision, read_revision
 from fsdptool.files.text import SourceText, UnreadableError, is_file, read_source
@@ -131,7 +132,8 @@ class _Checker:
         if self.base is not None and cause is None:
             return None
         if run is None:
-            reason = ConfigError("it is not a training file of a program that is known here")
+            why = why_no_run(path) if named else None
+            reason = ConfigError(why or "it is not a training file of a program that is known here")
             return _unplanned(path, reason, named)
         checked = self._planned(source, run)
         checked = replace(checked, named=True, program=run.program)

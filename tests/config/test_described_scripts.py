@@ -528,3 +528,107 @@ def test_a_script_loads_its_settings_from_a_file(tmp_path: Path, load: str, name
     absent = describe_path(tmp_path / "mine.py")
     assert absent is not None
     assert absent.family is None, "c.yaml is not there: nothing is assumed"
+
+
+DRAFT = """
+recipe: TrainEagle3Recipe
+recipe_args: {target_model_name_or_path: meta-llama/Llama-3.2-1B, seq_length: 1024, micro_batch_size: 2}
+optimizer: {lr: 1e-4}
+"""
+RERANKER = AUTOMODEL.replace("TrainFinetuneRecipeForNextTokenPrediction", "TrainCrossEncoderRecipe").replace(
+    "dataset: {seq_length: 512}",
+    "dataloader: {dataset: {n_passages: 5}, collate_fn: {rerank_max_length: 256}}",
+)
+WHOLE_DPO = """
+model: {_component_: torchtune.models.llama3_2.llama3_2_3b}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 512}
+optimizer: {_component_: torch.optim.AdamW}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss}
+batch_size: 1
+gradient_accumulation_steps: 4
+dtype: bf16
+"""
+FORK = """
+[job]
+[model]
+name = "wan"
+flavor = "own"
+[training]
+local_batch_size = 1
+img_size = 256
+[encoder]
+t5_encoder = "google/t5-v1_1-xxl"
+[parallelism]
+[activation_checkpoint]
+"""
+
+
+def test_a_recipe_that_trains_a_draft_or_a_reranker_is_read_as_what_it_trains() -> None:
+    draft = described(DRAFT)
+    assert (draft.program, draft.family, draft.objective) == ("automodel", "llama3.2:1b", "distillation")
+    assert (draft.sequence_length, draft.micro_batch, draft.fsdp) == (1024, 2, "none")
+    assert [(item.key, item.changes) for item in draft.keys.not_modelled] == [("recipe", "memory")]
+    reranker = described(RERANKER)
+    assert (reranker.objective, reranker.sequence_length) == ("classification", 256)
+    assert ("dataloader.dataset.n_passages", "more") in {
+        (item.key, item.side) for item in reranker.keys.not_modelled
+    }
+
+
+def test_dpo_of_a_whole_model_has_a_distributed_recipe_only() -> None:
+    run = described(WHOLE_DPO)
+    assert (run.objective, run.fsdp, run.processes) == ("dpo", 2, None)
+    adapters = WHOLE_DPO.replace("llama3_2_3b", "lora_llama3_2_3b")
+    assert described(adapters).fsdp == "none"
+
+
+def test_a_forks_model_beside_text_encoders_is_trained_as_diffusion() -> None:
+    run = described(FORK)
+    assert (run.objective, run.height, run.sequence_length) == ("diffusion", 256, None)
+    assert run.wrap_classes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("model_name_or_path: a/b\nstage: grpo\nfinetuning_type: lora\ntemplate: t\ndo_train: true\n",
+         "stage grpo is none of LLaMA-Factory's: pt, sft, rm, ppo, dpo, kto"),
+        (f"{TRL}load_in_4bit: true\nuse_peft: false\n",
+         "quantised weights without use_peft: transformers refuses to train them"),
+        (f"{TRL}torch_dtype: bf16\n",
+         "TRL refuses the dtype 'bf16': it takes auto, bfloat16, float16, float32"),
+    ],
+)  # fmt: skip
+def test_words_that_stop_their_program_are_told(text: str, problem: str) -> None:
+    assert problem in described(text).problems
+
+
+@pytest.mark.parametrize(("splits", "told"), [("false", False), ("true", True)])
+def test_settings_of_the_loader_count_only_where_they_split_batches(splits: str, told: bool) -> None:
+    arguments = '"output_dir": "o", "num_train_epochs": 1, "per_device_train_batch_size": 2'
+    loader = f'"accelerator_config": {{"split_batches": {splits}, "even_batches": true}}'
+    run = described(f'{{{arguments}, "per_gpu_eval_batch_size": null, {loader}}}')
+    assert ("accelerator_config" in {item.key for item in run.keys.not_modelled}) == told
+    assert not any("per_gpu_eval" in note for note in run.notes)
+
+
+def test_the_type_of_a_model_says_its_size_where_its_folder_does_not() -> None:
+    line = "swift sft --model_type qwen2_5-7b-instruct --model_id_or_path checkpoints/mine --sft_type full"
+    assert described(f"{line} --dataset d\n").family == "qwen2.5:7b"
+    named = described(f"{line} --dataset d\n".replace("checkpoints/mine", "Qwen/Qwen2.5-3B"))
+    assert named.family == "qwen2.5:3b"
+
+
+def test_a_variable_is_told_once_and_no_default_beside_it() -> None:
+    run = described(
+        'python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$1"'
+        " actor_rollout_ref.actor.use_dynamic_bsz=True"
+        ' actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$2" data.max_prompt_length=8\n'
+    )
+    assert not any("None" in note or "no model is named" in note for note in run.notes)
+
+
+def test_the_epochs_of_a_script_are_known_where_its_steps_count() -> None:
+    flags = "--pretrained_model_name_or_path a/b --output_dir o --max_train_steps 5 --num_train_epochs 9"
+    run = described(f"accelerate launch train_text_to_image_lora.py {flags}\n")
+    assert (run.steps, run.epochs) == (5, None) and not any("num_train_epochs" in note for note in run.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -673,3 +674,22 @@ def test_peft_chooses_by_the_model_that_is_planned(tmp_path: Path) -> None:
     lora = file_run(described, str(gpt2), "run.sh", 1).recipe.method.lora
     assert lora is not None
     assert lora.targets == ("c_attn",)
+
+
+def test_adapters_of_experts_are_planned_without_dropout(tmp_path: Path) -> None:
+    """peft refuses dropout for fused weights, which were layers in the transformers of many files."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    experts = {"moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    config = tmp_path / "config.json"
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config.write_text(json.dumps({**kind, **sizes, **experts}))
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{LLAMA_FACTORY}lora_dropout: 0.1\n".replace("type: full", "type: lora"))
+    described = read_file_run(str(path))
+    assert described is not None
+    planned = file_run(described, str(config), "run.yaml", 1)
+    assert planned.recipe.method.lora is not None and planned.recipe.method.lora.dropout == 0
+    assert any("dropout" in item.what and item.side == "more" for item in planned.limits)
+    named = replace(described, lora_targets=("q_proj", "v_proj"))
+    lora = file_run(named, str(config), "run.yaml", 1).recipe.method.lora
+    assert lora is not None and lora.dropout == 0.1

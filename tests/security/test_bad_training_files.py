@@ -59,6 +59,8 @@ REFUSED = {
     "broken.toml": (TITAN, "not TOML: "),
     "unknown.yaml": ("model: org/x\nmy_batch: 4\n", "a training file of a program that is known here"),
     "run.sh": (SCRIPT, "names no model"),
+    "own.sh": ("torchrun own.py --x 1\n", "own.py:1: the script does not parse"),
+    "gone.sh": ("torchrun gone.py --x 1\n", "it starts gone.py, which is not found"),
 }
 """Files that cannot be planned, and what is said of them."""
 
@@ -88,6 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     further = {"num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes, **further}
     (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "own.py").write_text("def main(:\n")
     return tmp_path
 
 

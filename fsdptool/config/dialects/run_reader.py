@@ -501,7 +501,8 @@ class RunReader:
             no_effect.append(key)
             if _below(self.file.added, key):
                 continue
-            if found is None and key not in self.asked and not _covers(self.keys.no_effect, key):
+            told = value is not None or self.keys.unknown == "refused"
+            if found is None and told and key not in self.asked and not _covers(self.keys.no_effect, key):
                 unknown.append(key)
         if unknown:
             names = ", ".join(unknown)

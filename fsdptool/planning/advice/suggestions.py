@@ -19,6 +19,7 @@ from fsdptool.planning.search.batch_sizes import spend_spare_memory
 from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import EXPANDABLE, Cluster, Gpu
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint, TrainingLoop
+from fsdptool.records.trace import ColourGroup
 
 COSTS = {
     SuggestionKind.QUANTISED_BASE: Cost(
@@ -79,7 +80,8 @@ def suggest(
         combined = replace(combined, **changed_settings(point, change.point))
         if change.kind is SuggestionKind.EXPANDABLE_SEGMENTS:
             combined_cluster = change.cluster
-    suggestions += _fewer_bits(estimator, inputs, point, cluster, requested)
+    if not any(item.fits for item in suggestions) or not _needs_more_than_weights(requested):
+        suggestions += _fewer_bits(estimator, inputs, point, cluster, requested)
     if len(suggestions) > 1 and not any(item.fits for item in suggestions):
         added = _added(cluster, combined_cluster)
         change = _Change(
@@ -246,6 +248,15 @@ def _fewer_bits(
     if candidate is None or (larger is not None and not _saves(candidate, larger)):
         return []
     return [replace(_suggestion(change, point, candidate, compared or larger), settings=changed)]
+
+
+def _needs_more_than_weights(requested: Candidate) -> bool:
+    """Whether a configuration would not fit without its parameters and optimizer states either: fewer bits
+    for them then take a trace, and cannot be enough."""
+    groups = (ColourGroup.STATES, ColourGroup.GATHERED)
+    stored = sum(part.bytes or 0 for part in requested.components if part.name.group in groups)
+    total, usable = requested.device_total_bytes, requested.usable_bytes
+    return total is not None and usable is not None and total - stored > usable
 
 
 def _suggestion(

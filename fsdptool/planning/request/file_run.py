@@ -138,6 +138,7 @@ def read_file_run(reference: str, words: Sequence[str] = ()) -> DescribedRun | N
         PlanError: It is for no program that is known, and is not a model.
     """
     from fsdptool.config.described import describe_path
+    from fsdptool.config.no_run import why_no_run
 
     path = Path(reference).expanduser()
     named = path.suffix.lower() in _FILES or reference == "-"
@@ -150,6 +151,12 @@ def read_file_run(reference: str, words: Sequence[str] = ()) -> DescribedRun | N
             help="name the script that makes the Trainer or shards the model, not a module of it",
         )
     if run is None and path.suffix.lower() != ".json":  # models are JSON
+        why = why_no_run(path)
+        if why is not None:
+            raise PlanError(
+                f"{reference} describes no run that is known here: {why}",
+                help="plan a training file of a known program, or the Python file that trains",
+            )
         raise PlanError(
             f"{reference} is neither a model nor a training file of a program that is known here",
             help=f"settings of accelerate alone go with a model: fsdptool plan MODEL --config {reference}",
@@ -427,6 +434,12 @@ def _method(
     base = QUANTISED_BASES.get(str(run.method), named)
     if base == "unchanged" and words != "none":
         limits.append(PlanLimit(f"the base in {run.quantisation}", "less"))
+    dropout = min(max(run.lora_dropout or 0.0, 0.0), 0.99)
+    if dropout and _adapts_experts(targets, choice):
+        limits.append(
+            PlanLimit("dropout of adapters, which peft has not for experts: none is planned", "more")
+        )
+        dropout = 0.0
     rank = run.lora_rank if run.lora_rank is not None and run.lora_rank > 0 else None
     if rank is None and "lora_rank" not in decided:
         limits.append(PlanLimit("the rank of adapters, which is left open: 16 is planned", None))
@@ -434,7 +447,7 @@ def _method(
         "lora",
         Lora(
             rank=rank or 16,
-            dropout=min(max(run.lora_dropout or 0.0, 0.0), 0.99),
+            dropout=dropout,
             targets=targets if targets is None else _targets(targets),
             modules_to_save=run.lora_modules_to_save,
             base=cast("Any", base),
@@ -450,6 +463,22 @@ def _chosen_targets(run: DescribedRun, choice: ModelChoice) -> tuple[str, ...] |
 
     kind = resolve_choice(choice).config.get("model_type")
     return PEFT_TARGETS.get(str(kind), run.lora_targets)
+
+
+def _adapts_experts(targets: tuple[str, ...] | str | None, choice: ModelChoice) -> bool:
+    """Whether adapters are of the fused weights of experts, as peft 0.21 maps targets of their layers.
+
+    ``utils/transformers_weight_conversion.py``: layers of experts became parameters in transformers 5.
+    """
+    from fsdptool.families.registry import load_registry
+    from fsdptool.source import resolve_choice
+
+    found = resolve_choice(choice)
+    if not load_registry().get(found.family).lora_targets(found.config).parameters:
+        return False
+    plain = _targets(targets) if targets is not None else "all-linear"
+    words = (plain,) if isinstance(plain, str) else plain
+    return any(re.search(r"all-linear|gate|up|down|w[123]|experts", word) for word in words)
 
 
 def _targets(names: Sequence[str] | str) -> tuple[str, ...] | str:

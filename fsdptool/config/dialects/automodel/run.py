@@ -7,10 +7,11 @@ Source: NeMo AutoModel 36044ad3 ``recipes/_dist_utils.py``, ``recipes/diffusion/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.automodel.run_keys import KEYS
-from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, state_bits
+from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 from fsdptool.source.known_models import family_of_name, layer_classes_of
 
@@ -21,6 +22,8 @@ _DENSE = ("every layer of every ModuleList", "root")
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file."""
     read = RunReader(file, KEYS)
+    if "recipe_args" in file.data and "model" not in file.data:
+        return _describe_draft(read)
     diffusion = any(name in file.data for name in ("flow_matching", "ddp", "fsdp")) and not read.has(
         "dataset"
     )
@@ -81,6 +84,46 @@ def describe(file: RunFile) -> DescribedRun:
         mesh=mesh,
         steps=read.whole("step_scheduler.max_steps"),
         epochs=read.number("step_scheduler.num_epochs"),
+    )
+
+
+def _describe_draft(read: RunReader) -> DescribedRun:
+    """Return the run of a recipe that trains a draft of a frozen target for speculative decoding.
+
+    Source: NeMo AutoModel 0.7.0 ``recipes/llm/train_eagle3.py:526-790`` (bf16 draft under DDP, AdamW).
+    """
+    recipe = read.text("recipe") or ""
+    read.keys = replace(KEYS, memory={**KEYS.memory, "recipe": None})
+    read.used.pop("recipe", None)
+    read.notes.append(f"{recipe} trains a draft beside its frozen target: that network is not planned")
+    processes = read.file.launch.processes or read.whole("nproc_per_node")
+    micro = read.whole("recipe_args.micro_batch_size")
+    accumulation = read.whole("recipe_args.grad_accumulation_steps") or 1
+    mesh = DescribedMesh(dp_replicate=-1, dp_shard=1)
+    checkpoints = read.flag("recipe_args.draft_gradient_checkpointing")
+    attention = read.text("recipe_args.draft_attn_implementation") or "eager"
+    return read.describe(
+        model=read.text("recipe_args.target_model_name_or_path"),
+        method="full",
+        quantisation="none",
+        base_dtype="bf16",
+        stored_dtype="bf16",
+        compute_dtype="bf16",
+        objective="distillation",
+        sequence_length=read.whole("recipe_args.seq_length"),
+        micro_batch=micro,
+        accumulation=accumulation,
+        global_batch=global_batch(micro, accumulation, processes, mesh),
+        optimizer="adamw",
+        optimizer_state_bits=16,
+        gradient_checkpointing="full" if checkpoints else "none",
+        attention=attention,
+        fused_loss="none",
+        compile=False,
+        processes=processes,
+        fsdp="none",
+        mesh=mesh,
+        epochs=read.number("recipe_args.num_epochs"),
     )
 
 
@@ -164,11 +207,12 @@ def _objective(read: RunReader, diffusion: bool) -> str:
         return "diffusion"
     if "KnowledgeDistillation" in recipe or read.has("teacher_model"):
         return "distillation"
-    if "SequenceClassification" in recipe or "SeqCls" in recipe:
+    target = read.text("model._target_") or ""
+    if "SequenceClassification" in recipe or "SeqCls" in recipe or "CrossEncoder" in f"{recipe} {target}":
         return "classification"
-    if "Biencoder" in (read.text("model._target_") or "") or "BiEncoder" in recipe:
+    if "Biencoder" in target or "BiEncoder" in recipe:
         return "contrastive"
-    from_config = (read.text("model._target_") or "").endswith("from_config")
+    from_config = target.endswith("from_config")
     return "pretrain" if from_config and not read.flag("model.load_base_model") else "sft"
 
 
@@ -185,7 +229,8 @@ def _length(read: RunReader) -> int | None:
     if packed:
         return packed
     length = read.whole(
-        "dataset.seq_length", "dataset.seq_len", "dataset.max_length", "dataloader.collate_fn.p_max_len"
+        *("dataset.seq_length", "dataset.seq_len", "dataset.max_length"),
+        *("dataloader.collate_fn.p_max_len", "dataloader.collate_fn.rerank_max_length"),
     )
     if length is None:
         read.notes.append("no length is given: samples are padded to the longest of their micro-batch")

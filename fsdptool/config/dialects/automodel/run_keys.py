@@ -35,7 +35,7 @@ KEYS = RunKeys(
         fsdp.enable_fsdp2_prefetch distributed.enable_fsdp2_prefetch
         fsdp.fsdp2_backward_prefetch_depth fsdp.fsdp2_forward_prefetch_depth
         optimizer.master_weights optimizer.store_param_remainders teacher_model kd_ratio qat ema
-        train_n_passages dataloader.dataset.train_n_passages
+        train_n_passages dataloader.dataset.train_n_passages dataloader.dataset.n_passages
         """,
         either="""
         model.backend.linear model.backend.rms_norm model.backend.experts model.backend.dispatcher
@@ -64,7 +64,8 @@ KEYS = RunKeys(
     distributed.* fsdp.* ddp.* data.* freeze_config.* fp8.* compile.* logging logging.*
     autopipeline autopipeline.* parallelizer parallelizer.* distributed_config distributed_config.*
     autocast autocast.* model.force_hf optim optim.* eval_negative_size temperature model.share_encoder
-    model.add_linear_pooler model.out_dimension model.pooling model.l2_normalize tokenizer tokenizer.*
+    model.add_linear_pooler model.out_dimension model.pooling model.l2_normalize model.num_labels
+    model.temperature recipe_args recipe_args.* tokenizer tokenizer.*
     model.text_config model.text_config.use_cache processor processor.*
     flow_matching launcher slurm slurm.* k8s k8s.* model.is_meta_device model.name_or_path
     """),

@@ -42,6 +42,7 @@ def describe(file: RunFile) -> DescribedRun:
     transformer = "pretrained_transformer_model_name_or_path"
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)
+    read.use("num_train_epochs")
     run = read.describe(
         model=read.text(transformer if read.has(transformer) else "pretrained_model_name_or_path"),
         method="lora" if adapter else "full",

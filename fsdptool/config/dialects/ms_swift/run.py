@@ -8,6 +8,7 @@ Source: ms-swift 4.6.0 ``arguments/base_args/quant_args.py:45`` (what quantises)
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SHIPPED
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.source.known_models import family_of_name
 from fsdptool.spelling import integer
 
 _ATTENTION = {
@@ -69,9 +71,11 @@ def describe(file: RunFile) -> DescribedRun:
     bits = read.whole("quant_bits")
     _refusals(read, objective, cp, attention)
     optimizer = facts["optimizer"]
+    model = read.text("model", "model_id_or_path") or read.raw("model") or read.text("model_type")
     return read.describe(
         **facts,
-        model=read.text("model", "model_id_or_path") or read.raw("model"),
+        model=model,
+        family=_family(read, model),
         method="qlora" if adapter and quantised and bits == 4 else method,
         lora_rank=read.whole("lora_rank") if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
@@ -86,6 +90,17 @@ def describe(file: RunFile) -> DescribedRun:
         optimizer_state_bits=state_bits(optimizer, stored),
         attention=_ATTENTION.get(attention, attention),
     )
+
+
+def _family(read: RunReader, model: object) -> str | None:
+    """Return the size that ``model_type`` names (2.x: ``qwen2-audio-7b-instruct``), where the model's name
+    says none."""
+    kind = read.text("model_type")
+    if kind is None or model == kind or family_of_name(str(model))[0] is not None:
+        return None
+    family, note = family_of_name(re.sub(r"(?<=\d)_(?=\d)", ".", kind))
+    read.notes.extend([note] if note is not None else [])
+    return family
 
 
 def _unwrapped(file: RunFile) -> tuple[RunFile, bool]:

@@ -68,7 +68,8 @@ KEYS = RunKeys(
     hidream_* conditioning_* pretrained_t5_model_name_or_path controlnet_custom_config
     strict_epoch_limit resume_from_checkpoint aspect_bucket_* seed minimum_image_size
     maximum_image_size disable_benchmark output_dir checkpoint* training_scheduler_* timestep_*
-    learning_rate lr_* max_grad_norm evaluation_type freeze_encoder_strategy validation_*
+    learning_rate lr_* max_grad_norm evaluation_type pretrained_evaluation_*
+    freeze_encoder_strategy validation_*
     num_validation_images num_eval_images eval_* hub_* push_* report_to tracker_* logging_dir vae_*
     write_batch_size read_batch_size text_embed_* image_processing_batch_size compress_disk_cache
     skip_file_discovery cache_* inference_scheduler_* instance_prompt user_prompt_library

@@ -33,7 +33,8 @@ def describe(file: RunFile) -> DescribedRun:
     hub = read.text("hf_transformers.model")
     size = flavour.lower().replace("_flex", "").replace("_varlen", "").replace("_irope", "")
     family = None if hub else FAMILIES.get((name, size))
-    diffusion = name == "flux"
+    # Forks train further models beside text encoders, as Flux is trained.
+    diffusion = name == "flux" or (family is None and hub is None and read.has("encoder.t5_encoder"))
     mesh = _mesh(read)
     sharded = mesh.dp_shard != 1 or (mesh.cp or 1) > 1
     micro, accumulation, total, ranks = _batch(read, mesh)
@@ -76,12 +77,19 @@ def describe(file: RunFile) -> DescribedRun:
         compiled_loss=_compiles(read, "loss"),
         processes=file.launch.processes or ranks,
         fsdp=2 if sharded else "none",
-        wrap_classes=(_FLUX if diffusion else _UNITS) if sharded else None,
+        wrap_classes=_units(name, diffusion) if sharded else None,
         reshard=_reshard(read, mesh) if sharded else None,
         cpu_offload=read.flag("training.enable_cpu_offload"),
         mesh=mesh,
         steps=read.whole("training.steps"),
     )
+
+
+def _units(name: str, diffusion: bool) -> tuple[str, ...] | None:
+    """Return the units of FSDP; None for a fork's model."""
+    if not diffusion:
+        return _UNITS
+    return _FLUX if name == "flux" else None
 
 
 def _mesh(read: RunReader) -> DescribedMesh:

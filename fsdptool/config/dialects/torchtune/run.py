@@ -35,7 +35,8 @@ def describe(file: RunFile) -> DescribedRun | None:
     quantised = name.startswith("qlora_") or read.flag("model.quantize_base")
     adapter = quantised or name.startswith(("lora_", "dora_"))
     dtype = dtype_word(read.text("dtype"))
-    distributed, processes = _recipe(read, file)
+    loss = (read.text("loss._component_") or "").rpartition(".")[2]
+    distributed, processes = _recipe(read, file, whole_dpo=not adapter and _objective(read, loss) == "dpo")
     ppo, grpo = model == "policy_model", read.has("grpo_samples")
     accumulation = 1 if grpo else read.whole("gradient_accumulation_steps")
     micro = _ppo_micro_batch(read, accumulation) if ppo else read.whole("batch_size")
@@ -48,7 +49,6 @@ def describe(file: RunFile) -> DescribedRun | None:
     selective = selective and read.raw("ac_option") is not None
     read.use("ac_option")
     packed = read.flag("dataset.packed")
-    loss = (read.text("loss._component_") or "").rpartition(".")[2]
     layers = read.names("custom_sharded_layers")
     listed = (layers,) if isinstance(layers, str) else layers or ()
     length = read.whole("tokenizer.max_seq_len")
@@ -93,12 +93,15 @@ def describe(file: RunFile) -> DescribedRun | None:
     )
 
 
-def _recipe(read: RunReader, file: RunFile) -> tuple[bool, int | None]:
-    """Return whether a distributed recipe reads the file, and the number of processes, where that is said."""
+def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, int | None]:
+    """Return whether a distributed recipe reads the file, and the number of processes, where that is said.
+
+    DPO of a whole model has a distributed recipe only (``recipes/full_dpo_distributed.py``).
+    """
     named = " ".join(map(str, file.data)) if file.launch.program == "tune" else ""
     words = f"{file.launch.verb} {named} {file.hints}".replace("multi-device", "distributed")
     first = re.search(r"single[_ ]device|distributed", words)
-    if any(read.has(key) for key in _DISTRIBUTED) or read.has("grpo_samples"):
+    if any(read.has(key) for key in _DISTRIBUTED) or read.has("grpo_samples") or whole_dpo:
         distributed = True
     elif read.flag("optimizer_in_bwd") and "bitsandbytes" in str(read.raw("optimizer._component_")):
         distributed = False

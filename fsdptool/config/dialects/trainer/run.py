@@ -158,6 +158,10 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         read.notes.append(
             "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp with fsdp_config version 2"
         )
+    loading = read.raw("accelerator_config")
+    if isinstance(loading, Mapping):  # other settings of the loader change no shape
+        splits = loading.get("split_batches") or loading.get("gradient_accumulation_kwargs")
+        read.inert(*(() if splits else ("accelerator_config",)))
     mesh = DescribedMesh()
     recomputes = sharding.pop("checkpoints") or recomputes
     return {

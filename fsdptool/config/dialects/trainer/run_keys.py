@@ -76,7 +76,9 @@ NO_EFFECT = names("""
     fsdp_config.limit_all_gathers fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_auto_wrap_policy
     fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_use_orig_params
     fsdp_config.fsdp_cpu_ram_efficient_loading fsdp_config.fsdp_backward_prefetch
-    fsdp_config.fsdp_forward_prefetch fsdp_config.min_num_params fsdp_min_num_params
+    fsdp_config.fsdp_forward_prefetch fsdp_config.min_num_params fsdp_min_num_params fsdp_config.xla
+    fsdp_config.xla_fsdp_v2 fsdp_config.xla_fsdp_grad_ckpt fsdp_config.xla_fsdp_settings
+    per_gpu_eval_batch_size
 """)
 
 

@@ -28,6 +28,8 @@ from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
 """Keys of 0.18 that 1.16 refuses and that decide the run."""
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Choices of ``dtype`` (``trainer/model_config.py:93``)."""
 _DPO_LOSSES = names("""
     sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_pair aot_unpaired apo_zero
     apo_down discopop
@@ -68,6 +70,10 @@ def describe(file: RunFile) -> DescribedRun:
     base = dtype_word(named) or ("checkpoint" if str(named) == "auto" else "fp32")
     four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
     adapter = read.flag("use_peft") or four or eight
+    if named is not None and str(named) not in _DTYPES and not str(named).startswith("$"):
+        read.problems.append(f"TRL refuses the dtype {str(named)[:20]!r}: it takes {', '.join(_DTYPES)}")
+    if (four or eight) and read.raw("use_peft") is not None and not read.flag("use_peft"):
+        read.problems.append("quantised weights without use_peft: transformers refuses to train them")
     stored = base
     if adapter:
         # peft upcasts adapters to fp32; on a quantised base TRL casts them to bf16 (QLoRA).

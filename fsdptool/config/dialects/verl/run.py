@@ -68,7 +68,8 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     micro = None if dynamic else read.whole("data.micro_batch_size_per_gpu")
     if dynamic:
         tokens = read.whole("data.max_token_len_per_gpu")
-        read.notes.append(f"a micro-batch holds up to {tokens} x {sp} tokens (data.use_dynamic_bsz)")
+        most = f"{tokens} x {sp}" if tokens is not None else "max_token_len_per_gpu"
+        read.notes.append(f"a micro-batch holds up to {most} tokens (data.use_dynamic_bsz)")
     if read.has("data.micro_batch_size"):
         read.notes.append("data.micro_batch_size is not read: data.micro_batch_size_per_gpu is")
     read.use("model.use_remove_padding", "use_remove_padding", "data.truncation", "data.pad_mode")
@@ -107,7 +108,7 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
     if megatron:
         read.keys = replace(RL, memory={**RL.memory, "config_name": None, "model_engine": None})
     model = read.text(f"{_MODEL}.path")
-    if model is None:
+    if model is None and not read.has(f"{_MODEL}.path"):
         read.notes.append("no model is named: verl would take ~/models/deepseek-llm-7b-chat")
     if "defaults" in file.data:
         read.notes.append("the defaults list is not read: what it includes is taken from verl's own files")
@@ -121,7 +122,8 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
     read.use("data.train_batch_size")
     if read.flag(f"{_ACTOR}.use_dynamic_bsz"):
         tokens = read.whole(f"{_ACTOR}.ppo_max_token_len_per_gpu")
-        read.notes.append(f"a micro-batch holds up to {tokens} x {sp} tokens (use_dynamic_bsz)")
+        most = f"{tokens} x {sp}" if tokens is not None else "ppo_max_token_len_per_gpu"
+        read.notes.append(f"a micro-batch holds up to {most} tokens (use_dynamic_bsz)")
         micro = None
     elif micro is None:
         shared = read.whole(f"{_ACTOR}.ppo_micro_batch_size")
