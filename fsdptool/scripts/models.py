@@ -248,6 +248,11 @@ class ModelReader(SettingsReader):
             if event.name == "requires_grad"
         ]
         switched += [(event, event.get("requires_grad", 0)) for event in self.facts.methods("requires_grad_")]
+        switched += [
+            (event, Const(False))
+            for event in self.facts.of_kind("method")
+            if event.name == "freeze" or event.name.startswith("freeze_")
+        ]
         for event, value in switched:
             if value is None or is_constant(value, True):
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from math import prod
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
@@ -367,7 +368,10 @@ class _Reader(ModelReader):
         made = made_by(plugin, "FullyShardedDataParallelPlugin")
         if plugin is not None and made is None and not isinstance(plugin, Const):
             self.put("fsdp_plugin", plugin, event.node, "Accelerator.fsdp_plugin")
-        self.rest(event, "Accelerator", ("mixed_precision", "gradient_accumulation_steps", "fsdp_plugin"))
+        taken = ["mixed_precision", "gradient_accumulation_steps", "fsdp_plugin"]
+        if self._mesh_of_accelerate(event.keywords.get("parallelism_config")):
+            taken.append("parallelism_config")
+        self.rest(event, "Accelerator", taken)
         if made is None:
             return
         places = self.places(made)
@@ -389,6 +393,28 @@ class _Reader(ModelReader):
             made.keywords.get("sharding_strategy"), places.get("sharding_strategy", made.node), made.kind
         )
         self.rest(self.event_of(made) or made, "FullyShardedDataParallelPlugin", _PLUGIN)
+
+    def _mesh_of_accelerate(self, value: Value | None) -> bool:
+        """Read accelerate's ``ParallelismConfig``; False where it decides what a mesh here does not hold.
+
+        Source: accelerate 1.15 ``parallelism_config.py``: a size is 1 unless it is given, and the product
+        is the number of processes.
+        """
+        made = made_by(value, "ParallelismConfig")
+        event = self.event_of(made) if made is not None else None
+        if made is None or event is None or event.partly or made.args or "sp_size" in made.keywords:
+            return False
+        sizes = {name: made.keywords.get(f"{name}_size") or Const(1) for name in _AXES}
+        for name, size in sizes.items():
+            self.put(
+                f"mesh.{name}", size, event.places.get(f"{name}_size", event.node), f"{made.kind}.{name}_size"
+            )
+        numbers = [plain_value(size)[1] for size in sizes.values()]
+        if all(type(number) is int for number in numbers):
+            self.run.processes = prod(numbers)
+        taken = {f"{name}_size": "" for name in _AXES}
+        self.rest(event, made.kind, taken)
+        return True
 
     def _fully_shard(self) -> None:
         shardings = self.facts.shardings
@@ -540,7 +566,14 @@ class _Reader(ModelReader):
         for event in self.facts.of_kind("call"):
             if event.name in _CHECKPOINTING:
                 self.say("gradient_checkpointing", True, event.node, event.name.rpartition(".")[2])
-        for event in self.facts.methods("gradient_checkpointing_enable", "enable_gradient_checkpointing"):
+        enabled = [*self.facts.methods("gradient_checkpointing_enable", "enable_gradient_checkpointing")]
+        # peft 0.21 utils/other.py enables it, too, unless it is told not to.
+        enabled += [
+            event
+            for event in self.facts.calls("prepare_model_for_kbit_training")
+            if not is_constant(event.get("use_gradient_checkpointing", 1), False)
+        ]
+        for event in enabled:
             self.run.settings.pop("gradient_checkpointing", None)
             self.say("gradient_checkpointing", True, event.node, event.name)
 
@@ -577,7 +610,9 @@ class _Reader(ModelReader):
     def _length(self, *, named: bool) -> None:
         for event in self.facts.of_kind("use"):
             target = event.target
-            if isinstance(target, Thing) and "okenizer" in target.kind and "max_length" in event.keywords:
+            if not isinstance(target, Thing) or "max_length" not in event.keywords:
+                continue
+            if "okenizer" in target.kind or "Processor.from" in target.kind:
                 at = event.places.get("max_length", event.node)
                 self.put("max_length", event.keywords["max_length"], at, "tokenizer.max_length")
                 padding = event.keywords.get("padding")
@@ -624,6 +659,7 @@ _LIGHTNING = {
     "accumulate_grad_batches": "gradient_accumulation_steps", "max_steps": "max_steps",
     "max_epochs": "num_train_epochs",
 }  # fmt: skip
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _PLUGIN = (
     "fsdp_version", "reshard_after_forward", "activation_checkpointing", "cpu_offload", "sharding_strategy",
     "transformer_cls_names_to_wrap", "auto_wrap_policy",

@@ -418,6 +418,7 @@ Trainer(model=model, args=TrainingArguments("out"), train_dataset=data).train()
         ("for weight in model.bert.parameters():\n    weight.requires_grad = False", True),
         ("model.bert.encoder.requires_grad_(False)", True),
         ("for weight in model.bert.parameters():\n    weight.requires_grad_(False)", True),
+        ("model.freeze_feature_encoder()", True),
         ("teacher.requires_grad_(False)", False),
         ("model.requires_grad_(True)", False),
         ("for weight in model.parameters():\n    weight.requires_grad = True", False),
@@ -601,3 +602,40 @@ def test_a_loop_with_fabric() -> None:
     assert (run.program, run.family, run.fsdp, run.processes) == ("lightning", "qwen2.5:7b", "none", 4)
     assert (run.sequence_length, run.micro_batch, run.accumulation) == (1024, 2, 16)
     assert (run.base_dtype, run.stored_dtype, run.compute_dtype) == ("bf16", "bf16", "bf16")
+
+
+ND = """
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from transformers import AutoModelForCausalLM
+sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2)
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+accelerator = Accelerator(mixed_precision="bf16", parallelism_config=sizes, fsdp_plugin=plugin)
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype=torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+
+
+def test_a_mesh_of_accelerate() -> None:
+    run = described(ND)
+    assert (run.mesh.dp_replicate, run.mesh.dp_shard, run.mesh.cp, run.mesh.tp) == (2, 4, 1, 2)
+    assert run.processes == 16 and not run.unresolved
+    # A size that is decided at run time leaves its axis open, and Ulysses is not planned.
+    left = described(ND.replace("dp_shard_size=4", "dp_shard_size=torch.cuda.device_count()"))
+    assert (left.mesh.dp_shard, left.mesh.tp, left.processes) == (None, 2, None)
+    ulysses = described(ND.replace("tp_size=2", "sp_size=2"))
+    assert [item.key for item in ulysses.keys.not_modelled] == ["Accelerator.parallelism_config"]
+
+
+def test_peft_prepares_a_quantised_model_to_be_recomputed() -> None:
+    prepared = TRL.replace(
+        "adapter = LoraConfig", "model = prepare_model_for_kbit_training(model)\n    adapter = LoraConfig"
+    )
+    prepared = prepared.replace("import LoraConfig", "import LoraConfig, prepare_model_for_kbit_training")
+    prepared = prepared.replace("learning_rate=args.lr,", "gradient_checkpointing=False,")
+    assert described(prepared).gradient_checkpointing == "full"
+    told = prepared.replace("training(model)", "training(model, use_gradient_checkpointing=False)")
+    assert described(told).gradient_checkpointing == "none"
