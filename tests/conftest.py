@@ -95,15 +95,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if shared is not None:
             item.add_marker(pytest.mark.xdist_group("ranks" if shared == "pool" else shared))
             item.add_marker(pytest.mark.distributed)
-    _sample(items)
+    # Who names tests wants these, and all of their parameters.
+    named = bool(config.getoption("keyword")) or any("::" in word for word in config.args)
+    _sample(items, sweeps=not named)
     if not config.getoption("sweeps"):
         swept = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=swept)
 
 
-def _sample(items: list[pytest.Item]) -> None:
-    """Mark the parameters as slow that a quick run of a sampled test omits."""
+def _sample(items: list[pytest.Item], *, sweeps: bool) -> None:
+    """Mark the parameters of sampled tests that a quick run omits as slow, and those of sweeps as sweeps."""
     seen: Counter[str] = Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
@@ -111,4 +113,6 @@ def _sample(items: list[pytest.Item]) -> None:
             name = item.nodeid.partition("[")[0]
             if seen[name] % sampled.kwargs["every"]:
                 item.add_marker(pytest.mark.slow)
+            if sweeps and seen[name] % sampled.kwargs.get("whole", 1):
+                item.add_marker(pytest.mark.sweep)
             seen[name] += 1

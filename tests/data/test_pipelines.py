@@ -126,6 +126,7 @@ def opened(folder: Path) -> Any:
     return pipeline
 
 
+@pytest.mark.sampled(every=2, whole=2)
 @pytest.mark.parametrize("name", sorted(PIPELINES))
 def test_a_family_is_fed_what_its_pipeline_feeds_it(
     name: str, pipelines: Mapping[str, Path], tmp_path: Path

@@ -45,7 +45,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.sampled(every=12, whole=3)
 @pytest.mark.parametrize(("family", "flavour"), CASES, ids=[f"{f.name}:{v.name}" for f, v in CASES])
 def test_units_shard_and_train(family: Family, flavour: Flavour, mesh: DeviceMesh) -> None:
     small = small_model(family, flavour)

@@ -106,6 +106,7 @@ def test_plan_and_train_agree(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(every=3, whole=3)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
 def test_plan_and_train_agree_on_every_family(name: str, tmp_path: Path) -> None:
     answers(name, tmp_path)

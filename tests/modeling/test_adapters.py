@@ -26,7 +26,7 @@ def ours(folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Trai
     return with_adapter(inspect(spec, use_cache=False), use_cache=False)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.sampled(every=8, whole=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_an_adapter_has_the_parameters_that_peft_gives_it(name: str, tmp_path: Path) -> None:
