@@ -16,6 +16,7 @@ from fsdptool.cli.options import (
     check_free,
     print_document,
     say,
+    show_progress,
     write_file,
 )
 from fsdptool.errors import ExitCode
@@ -81,9 +82,10 @@ def command(
         **{"reference": reference, "method": method, "gpu": gpu, "gpus": gpus, "nodes": nodes},
         **{"sequence_length": seq_len, "height": height, "width": width},
     }
-    starter = prepare_starter(
-        options, data=data, folder=output, trust_remote_code=trust_remote_code, progress=say
-    )
+    with show_progress() as progress:
+        starter = prepare_starter(
+            options, data=data, folder=output, trust_remote_code=trust_remote_code, progress=progress
+        )
     if starter.recipe is None or starter.config is None:
         say(f"nothing was written: {reference} does not fit; `fsdptool plan` with the same options says why")
     else:
