@@ -72,12 +72,13 @@ def _diagnose_run(folder: Path) -> FailureDiagnosis:
     if not failed:
         # A run that goes on or ended well logs warnings that look like failures.
         answer = replace(answer, failures=(), exception=None, ended_well=False)
+    notes = _notes(view, disk_full=any(item.code == _DISK_FULL for item in answer.failures))
     return replace(
         answer,
         failures=tuple(in_phase(item, item.phase or _phase_of_run(view, item)) for item in answer.failures),
         failed=failed,
         run=view,
-        notes=(*answer.notes, *_notes(view)) if failed else tuple(_notes(view)),
+        notes=(*answer.notes, *notes) if failed else tuple(notes),
         memory=_memory_account(folder) if failed else None,
         facts=None,
     )
@@ -89,6 +90,8 @@ def _run_versions(folder: Path) -> Mapping[str, str]:
     libraries = run.get("libraries") if isinstance(run, dict) else None
     return libraries if isinstance(libraries, dict) else {}
 
+
+_DISK_FULL = "RUN052"
 
 _RUN_PHASES: Mapping[str, FailurePhase] = {
     **dict.fromkeys((*STARTUP, WorkerPhase.RESTORING), FailurePhase.LOAD),
@@ -169,9 +172,11 @@ def _has(value: Any, kinds: Mapping[str, Any]) -> bool:
     )
 
 
-def _notes(view: RunView) -> Iterator[str]:
+def _notes(view: RunView, *, disk_full: bool) -> Iterator[str]:
     """Yield facts of the run that bear on its end."""
-    if view.state == "dead":
+    if view.state == "dead" and disk_full:
+        yield "the processes are gone without a summary: it could not be written either"
+    elif view.state == "dead":
         yield (
             "the processes are gone without a summary: the machine went down, or the kernel or the job system"
             " ended all of them at once"

@@ -320,7 +320,10 @@ def test_a_run_folder_is_diagnosed_from_events_logs_plan_and_checkpoints(
     assert "1.00 MiB  parameters" in said, "what was alive"
     assert "next step: full checkpointing: 1.00 GiB per rank" in said, "the plan's suggestion"
     assert "consequence: another rank went away (rank 0) [RUN013]" in said
-    assert "note: the processes are gone without a summary" in said
+    assert "note: the processes are gone without a summary: the machine went down" in said
+    (folder.path / "logs" / "rank-00000.log").write_text("OSError: [Errno 28] No space left on device\n")
+    assert fsdptool(["diagnose", "runs/one"]) == 0
+    assert "without a summary: it could not be written either" in capsys.readouterr().out
     folder.end("completed")
     assert fsdptool(["diagnose", "runs/one"]) == 0
     assert "the run has not failed" in capsys.readouterr().out
