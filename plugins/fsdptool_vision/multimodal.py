@@ -1,4 +1,4 @@
-"""Models that read images and text: their micro-batches hold an image before the text."""
+"""Models that read images or speech with text: micro-batches hold one of these before the text."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class Image:
     specs: tuple[TensorSpec, ...]
     types: str | None = None
     """Name of the tensor that marks image tokens by 1, where the model wants one."""
+    token: str = "image_token_id"
+    """Key of the configuration that holds the placeholder's token."""
 
 
 def _floats(name: str, *shape: int) -> TensorSpec:
@@ -136,20 +138,95 @@ def _mllama(config: Any, recipe: Recipe) -> Image:
     )
 
 
+def _internvl(config: Any, recipe: Recipe) -> Image:
+    """One tile of a picture (448 x 448 pixels in every published size)."""
+    vision = config.vision_config
+    height, width = vision.image_size
+    rows, columns = height // vision.patch_size[0], width // vision.patch_size[1]
+    tokens = int(rows * columns * config.downsample_ratio**2)
+    return Image(tokens, (_floats("pixel_values", recipe.batch.micro_batch, 3, height, width),))
+
+
+def _llava_next(config: Any, recipe: Recipe) -> Image:
+    """A square picture of two tiles each way, and the whole in one more; each row of tokens ends with a
+    token of its own (``pack_image_features``)."""
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    side, patches = vision.image_size, vision.image_size // vision.patch_size
+    tiles = ((patches * 2) * (patches * 2 + 1)) + patches**2
+    return Image(
+        tiles,
+        (
+            _floats("pixel_values", batch, 5, 3, side, side),
+            TensorSpec("image_sizes", (batch, 2), "int64", "constant", values=(2 * side, 2 * side)),
+        ),
+    )
+
+
+def _idefics3(config: Any, recipe: Recipe) -> Image:
+    """One tile of a picture."""
+    vision = config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+    side = vision.image_size
+    return Image(tokens, (_floats("pixel_values", recipe.batch.micro_batch, 1, 3, side, side),))
+
+
+def _lfm2(config: Any, recipe: Recipe) -> Image:
+    vision, batch = config.vision_config, recipe.batch.micro_batch
+    side = int(vision.num_patches**0.5)
+    width = vision.num_channels * vision.patch_size**2
+    return Image(
+        (side // config.downsample_factor) ** 2,
+        (
+            _floats("pixel_values", batch, side * side, width),
+            TensorSpec("spatial_shapes", (batch, 2), "int64", "constant", values=(side, side)),
+            TensorSpec("pixel_attention_mask", (batch, side * side), "int64", "mask"),
+        ),
+    )
+
+
+def _audio(config: Any, recipe: Recipe, tokens: int, *further: TensorSpec) -> Image:
+    """Return 30 seconds of speech, as Whisper's encoder takes it: two frames to each of its positions."""
+    audio = config.audio_config
+    shape = (recipe.batch.micro_batch, audio.num_mel_bins, 2 * audio.max_source_positions)
+    return Image(tokens, (_floats("input_features", *shape), *further), token="audio_token_id")
+
+
+def _qwen2_audio(config: Any, recipe: Recipe) -> Image:
+    positions = config.audio_config.max_source_positions
+    mask = TensorSpec(
+        "feature_attention_mask", (recipe.batch.micro_batch, 2 * positions), "int64", "mask"
+    )
+    return _audio(config, recipe, (positions - 2) // 2 + 1, mask)
+
+
+def _voxtral(config: Any, recipe: Recipe) -> Image:
+    audio = config.audio_config
+    return _audio(config, recipe, audio.max_source_positions * audio.hidden_size // audio.intermediate_size)
+
+
 _IMAGES: Mapping[str, Callable[[Any, Recipe], Image]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "glm4v": _qwen,
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+    "lfm2_vl": _lfm2,
     "llama4": _llama4,
     "llava": _llava,
+    "llava_next": _llava_next,
     "mistral3": _mistral3,
     "mllama": _mllama,
     "paligemma": _paligemma,
     "qwen2_5_vl": _qwen,
+    "qwen2_audio": _qwen2_audio,
     "qwen2_vl": _qwen,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "voxtral": _voxtral,
 }
+"""Type of a model to what stands before its text: a picture, or speech."""
 
 
 class Multimodal(TransformersFamily):
@@ -162,7 +239,8 @@ class Multimodal(TransformersFamily):
             ConfigError: The sequence is too short for the image.
         """
         configuration = self.config_object(config, self.model_class(config))
-        if getattr(configuration, "vision_config", None) is None or "inputs" in recipe.objective.options:
+        seen = getattr(configuration, "vision_config", None) or getattr(configuration, "audio_config", None)
+        if seen is None or "inputs" in recipe.objective.options:
             return super().batch_spec(config, recipe)
         image = _IMAGES[configuration.model_type](configuration, recipe)
         wanted = recipe.batch.sequence_length
@@ -173,7 +251,7 @@ class Multimodal(TransformersFamily):
                 help=f"use at least {image.tokens + 2}, or a smaller image (batch.height, batch.width)",
             )
         shape = (recipe.batch.micro_batch, length)
-        placeholders = (int(configuration.image_token_id),) * image.tokens
+        placeholders = (int(getattr(configuration, image.token)),) * image.tokens
         # Text tokens stay off every special token: a stray placeholder has no image.
         names = ("image_token_id", "video_token_id", "audio_token_id")
         specials = [token for name in names if isinstance(token := getattr(configuration, name, None), int)]
