@@ -44,6 +44,10 @@ _SAME_SHAPES = {
     "sdxl-turbo": "sdxl-1.0", "realvisxl-v5.0": "sdxl-1.0",
     "hidream-i1-dev": "hidream-i1-full", "hidream-i1-fast": "hidream-i1-full",
     "wav2vec2-xls-r-300m": "wav2vec2-large-xlsr-53",
+    "deepseek-prover-v1.5": "deepseek-llm-7b", "deepseek-prover-v2-7b": "deepseek-llm-7b",
+    "goedel-prover": "deepseek-llm-7b", "qwen3-reranker": "qwen3", "openchat-3.5": "mistral-7b-v0.1",
+    "olmo-3-7b": "olmo-3-1025-7b", "medgemma-4b": "gemma-3-4b", "smolvlm2-2.2b": "smolvlm",
+    "wan2.1-i2v-14b-720p": "wan2.1-i2v-14b-480p",
     "dreamshaper-8": "stable-diffusion-v1-5", "hunyuanvideo-1.5-480p-t2v": "hunyuanvideo-1.5-720p-t2v",
 }  # fmt: skip
 """Names of models whose shapes are those of another one, applied in this order."""
@@ -60,6 +64,22 @@ _OTHER_UPLOADS = {
     "deepseek-ai/deepseek-coder-v2-base": "deepseek-v2:236b",
     "deepseek-ai/deepseek-coder-v2-instruct": "deepseek-v2:236b",
     "arcee-ai/llama-3.1-supernova-lite": "llama3.1:8b",
+    **dict.fromkeys(
+        (
+            "baai/bge-m3",
+            "baai/bge-reranker-v2-m3",
+            "intfloat/multilingual-e5-large",
+            "intfloat/multilingual-e5-large-instruct",
+        ),
+        "xlm-roberta:large",
+    ),
+    "baai/bge-large-en-v1.5": "bert:large-uncased",
+    "baai/bge-base-en-v1.5": "bert:base-uncased",
+    "dmis-lab/biobert-v1.1": "bert:base-cased",
+    "emilyalsentzer/bio_clinicalbert": "bert:base-cased",
+    "databricks/dolly-v2-3b": "pythia:2.8b",
+    "liuhaotian/llava-v1.5-7b": "llava:1.5-7b",
+    "liuhaotian/llava-v1.5-13b": "llava:1.5-13b",
     "nvidia/cosmos-predict2-2b": "cosmos:predict2-2b-text2image",
 }
 """Hub ids whose names are not those of the size that they hold."""
@@ -69,6 +89,13 @@ _OTHER_SHAPES = frozenset([
     "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet", "multimodal",
 ])  # fmt: skip
 """Parts of a name that stand for other shapes than those of the name around them."""
+OWN_CODE = re.compile(
+    r"(?:^|/)(?:chatglm\d?|codegeex\d|minicpm|baichuan\d?|internlm|internlm2(?:_5)?|internlm-x|internvl2|internvl-chat"
+    r"|qwen-(?:1_8b|7b|14b|72b|vl|audio)|phi-3(?:\.5)?-vision|llada|dream-v|exaone-3|xverse|orion-|telechat|aquila"
+    r"|deepseek-vl|kimi-vl|ovis|molmo|jina-embeddings-v3|nvembed|gte-(?:base|large)-en|step3|yuan2|skywork-)",
+    re.IGNORECASE,
+)
+"""Names of models whose classes are code of their own repositories: transformers 5 has none of them."""
 _SIZE = re.compile(
     r"(?!1m$)a?\d+(?:\.\d+)?[bm]|\d+x\d+(?:\.\d+)?b|tiny|nano|mini|small|medium|large|x+l|huge|giant|lite"
 )

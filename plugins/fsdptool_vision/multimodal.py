@@ -193,9 +193,7 @@ def _audio(config: Any, recipe: Recipe, tokens: int, *further: TensorSpec) -> Im
 
 def _qwen2_audio(config: Any, recipe: Recipe) -> Image:
     positions = config.audio_config.max_source_positions
-    mask = TensorSpec(
-        "feature_attention_mask", (recipe.batch.micro_batch, 2 * positions), "int64", "mask"
-    )
+    mask = TensorSpec("feature_attention_mask", (recipe.batch.micro_batch, 2 * positions), "int64", "mask")
     return _audio(config, recipe, (positions - 2) // 2 + 1, mask)
 
 

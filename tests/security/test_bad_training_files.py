@@ -58,6 +58,7 @@ REFUSED = {
     "deep.yaml": (AXOLOTL + "d: " + "[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
     "broken.toml": (TITAN, "not TOML: "),
     "unknown.yaml": ("model: org/x\nmy_batch: 4\n", "a training file of a program that is known here"),
+    "code.yaml": (AXOLOTL.replace("org/model", "THUDM/chatglm3-6b"), "whose classes are code of its own"),
     "run.sh": (SCRIPT, "names no model"),
     "own.sh": ("torchrun own.py --x 1\n", "own.py:1: the script does not parse"),
     "gone.sh": ("torchrun gone.py --x 1\n", "it starts gone.py, which is not found"),

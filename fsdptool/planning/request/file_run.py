@@ -44,7 +44,7 @@ from fsdptool.records.recipe import (
 )
 from fsdptool.records.sharding import FsdpSettings, Precision
 from fsdptool.scripts import SCRIPTS
-from fsdptool.source.known_models import layer_classes_of
+from fsdptool.source.known_models import OWN_CODE, layer_classes_of
 from fsdptool.source.peft_targets import PEFT_TARGETS
 from fsdptool.source.references import IMPORT_FLAG, is_import
 
@@ -338,6 +338,11 @@ def _model(run: DescribedRun, model: str | None, where: str, trusted: bool) -> s
         raise PlanError(
             f"{where} trains {run.model}, a class of its own, which is imported only on request",
             help=f"read the script, then give {IMPORT_FLAG}; or name a model of its sizes: --model MODEL",
+        )
+    if OWN_CODE.search(run.model):
+        raise PlanError(
+            f"{where} trains {run.model}, whose classes are code of its own that transformers does not have",
+            help=f"read that code in a copy of the model, then name it: --model FOLDER {IMPORT_FLAG}",
         )
     raise PlanError(
         f"{where} trains {run.model}, whose sizes are not known here",
