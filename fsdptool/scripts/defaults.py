@@ -35,6 +35,7 @@ _LOADERS = (
     *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
 )
 """Functions that read a file of settings."""
+_BF16 = ("torch.cuda.is_bf16_supported", "unsloth.is_bfloat16_supported", "unsloth.is_bf16_supported")
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
 _MOST_FILES, _DEEPEST = 20, 20
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
@@ -398,12 +399,8 @@ class RunInterpreter(Interpreter):
                 return super()._made(name, function, args, keywords, node)
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
-        if name in (
-            "torch.cuda.is_bf16_supported",
-            "unsloth.is_bfloat16_supported",
-            "unsloth.is_bf16_supported",
-        ):
-            return Const(True)
+        if name in _BF16:
+            return given_by(True, "on a GPU with bfloat16", node)
         if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
             return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:

@@ -382,6 +382,7 @@ def test_a_model_that_unsloth_loads(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (run.gradient_checkpointing, run.fused_loss, run.optimizer_state_bits) == ("offload", "chunked", 8)
     assert [(item.key, item.side) for item in run.keys.not_modelled] == [("unsloth's kernels", "less")]
     assert not run.unresolved
+    assert any("bf16 = True (on a GPU with bfloat16)" in note for note in run.notes)
     plain = described(UNSLOTH.replace("dtype=None", "load_in_4bit=False, use_gradient_checkpointing=False"))
     assert (plain.method, plain.quantisation, plain.gradient_checkpointing) == ("lora", "none", "offload")
     whole = UNSLOTH.replace("dtype=None", "full_finetuning=True, use_gradient_checkpointing=True").replace(
