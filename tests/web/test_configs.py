@@ -69,14 +69,21 @@ def test_what_is_wrong_comes_first_and_the_rest_is_folded(site: Site) -> None:
         (folder / f"a{number:02}.yaml").write_text("name: of another program\n")
     (folder / "z-wrong.yaml").write_text(MISSPELT.replace("fsdp_version: 2", "fsdp_version: banana"))
     (folder / "y-old.yaml").write_text(FSDP1)
+    # An error is an error, whether a fix repairs it or not.
+    (folder / "x-renamed.yaml").write_text(FSDP1 + "main_process_prt: 29500\n")
     text = site.get("/configs", folder="models/many")
     opened = re.findall(r'<details class="group"( open)?>\s*<summary>([^<]+)</summary>', text)
     assert opened == [
-        (" open", "With errors (1)"),
-        (" open", "With warnings or fixes (1)"),
+        (" open", "With errors (2)"),
+        (" open", "With warnings (1)"),
         ("", "Of other programs (60)"),
     ]
-    assert text.index("z-wrong.yaml") < text.index("y-old.yaml") < text.index("a00.yaml")
+    assert read_settings(folder / "x-renamed.yaml").status == "fixable"
+    assert (
+        max(map(text.index, ("z-wrong.yaml", "x-renamed.yaml")))
+        < text.index("y-old.yaml")
+        < text.index("a00.yaml")
+    )
     assert "a49.yaml" in text and "a50.yaml" not in text
     assert "Show all 60" in text and "a59.yaml" in site.get("/configs", folder="models/many", show="other")
 

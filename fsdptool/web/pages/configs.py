@@ -21,14 +21,14 @@ page = Page(
 )
 FILE = "/configs/file"
 """Address of one file."""
-SHOWN = ("error", "fixable", "ok", "other")
-"""What a list of files can be narrowed to: a status, or the files of other programs."""
+SHOWN = ("error", "warning", "ok", "other")
+"""What a list of files can be narrowed to: by their worst finding, or the files of other programs."""
 
 
 TITLES = {
     "error": "With errors",
-    "fixable": "With warnings or fixes",
-    "ok": "Without findings",
+    "warning": "With warnings",
+    "ok": "Without errors and warnings",
     "other": "Of other programs",
 }
 """Headings of the list, what needs work first."""
@@ -112,7 +112,7 @@ def _groups(rows: Sequence[FileRow], only: str, folder: str) -> list[FileGroup]:
             continue
         own.sort(key=lambda row: (-row.errors, -row.warnings, row.name))
         listed = own if only else own[:_GROUP_ROWS]
-        unfolded = bool(only) or status in ("error", "fixable") or len(rows) <= _OPEN_ROWS
+        unfolded = bool(only) or status in ("error", "warning") or len(rows) <= _OPEN_ROWS
         address = address_of(page.path, folder=folder, show=status)
         groups.append(FileGroup(TITLES[status], tuple(listed), len(own), address, unfolded))
     return groups
@@ -121,11 +121,12 @@ def _groups(rows: Sequence[FileRow], only: str, folder: str) -> list[FileGroup]:
 def _row(item: JudgedFile) -> FileRow:
     reading = item.reading
     severities = Counter(finding.severity for finding in reading.diagnostics)
+    worst = next((name for name in ("error", "warning") if severities[name]), "ok")
     fixable = sum(f.fix is not None and f.severity != "info" for f in reading.diagnostics)
     return FileRow(
         name=printable(item.name.partition("/")[2]),
         address=address_of(FILE, file=item.name),
-        status="other" if reading.passed_over else reading.status,
+        status="other" if reading.passed_over else worst,
         dialect=reading.dialect or "",
         consumer=str(reading.consumer) if reading.dialect else "",
         version=reading.version,

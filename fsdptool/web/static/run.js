@@ -122,9 +122,13 @@
     return chart;
   }
 
-  // Without a pointer the legend shows the latest values.
+  // Without a pointer the legend shows the latest measured values.
   function showLatest(chart) {
-    if (chart.cursor.left < 0 || chart.cursor.left == null) chart.setLegend({idx: chart.data[0].length - 1});
+    if (chart.cursor.left != null && chart.cursor.left >= 0) return;
+    const values = chart.data[1];
+    let last = values.length - 1;
+    while (last > 0 && values[last] == null) last -= 1;
+    chart.setLegend({idx: last});
   }
 
   function draw(data) {
