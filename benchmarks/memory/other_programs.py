@@ -2,13 +2,13 @@
 
     python benchmarks/memory/other_programs.py [--only TEXT] [--torchtune PYTHON] [-o FILE]
 
-Each row writes a file (or a command line) of a program, runs that program on it with one process or with two
-processes and FSDP2 over gloo, and plans the same file with ``fsdptool plan``. A small Llama with random
-weights, a tokenizer of whole words and texts that are all longer than the sequence length are made first.
-The programs are Hugging Face's Trainer in a script of a few lines, ``trl sft`` and ``trl dpo``, and the
-recipes of torchtune for full fine-tuning. torchtune 0.6.1 needs torchao 0.9, so it is run by the interpreter
-of another environment, and left out without ``--torchtune``. Its distributed recipe does not run on CPUs: it
-asks for the memory statistics of a GPU.
+Each row writes a file (or a command line) of a program, runs that program on it with one process, or with two
+over gloo (FSDP2, or DDP: plain data parallelism), and plans the same file with ``fsdptool plan``. A small
+Llama with random weights, a tokenizer of whole words and texts that are all longer than the sequence length
+are made first. The programs are Hugging Face's Trainer in a script of a few lines, ``trl sft``, ``dpo``,
+``kto`` and ``reward``, and the recipes of torchtune for full fine-tuning. torchtune 0.6.1 needs torchao 0.9,
+so it is run by the interpreter of another environment, and left out without ``--torchtune``. Its distributed
+recipe does not run on CPUs: it asks for the memory statistics of a GPU.
 
 Instrument: torch's CPU allocator events (``torch.profiler`` with ``profile_memory``), summed from before the
 model exists; the peak is that of the last step, from one update of the optimizer to the next.
@@ -26,6 +26,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "memory_other_programs.json"
@@ -132,6 +133,8 @@ ACCELERATE: dict[str, Any] = {
         "fsdp_cpu_ram_efficient_loading": False,
     },
 }
+REPLICATED = {name: value for name, value in ACCELERATE.items() if name != "fsdp_config"}
+REPLICATED["distributed_type"] = "MULTI_CPU"
 SCRIPT = """\
 import torch, transformers
 from dataclasses import dataclass
@@ -155,16 +158,20 @@ class Row:
     """One run.
 
     Attributes:
-        program: ``trainer``, ``sft``, ``dpo`` or ``torchtune``.
-        processes: One, or two with FSDP2.
+        program: ``trainer``, ``torchtune``, or a command of TRL.
+        processes: One or two.
         keys: What its file says beside :data:`TRAINING` or :data:`TORCHTUNE`.
+        sharded: Whether two processes use FSDP2, and not DDP.
     """
 
     program: str
     processes: int
     keys: dict[str, Any] = field(default_factory=dict)
+    sharded: bool = True
 
 
+DATA = {"sft": "texts", "dpo": "pairs", "kto": "judged", "reward": "pairs"}
+"""Commands of TRL, and the data that each trains on."""
 _ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "trainer": {
@@ -172,10 +179,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "accumulation": {"gradient_accumulation_steps": 2},
         "recomputed": {"gradient_checkpointing": True},
         "sgd": {"optim": "sgd"},
+        "autocast": {"bf16": True},
+        "autocast, accumulation": {"bf16": True, "gradient_accumulation_steps": 2},
     },
     "sft": {
         "": {"packing": False},
         "autocast": {"packing": False, "bf16": True},
+        "autocast, accumulation": {"bf16": True, "gradient_accumulation_steps": 2},
         "packed": {"packing": True, "packing_strategy": "wrapped"},
         "lora": _ADAPTERS,
         "lora, autocast": {**_ADAPTERS, "bf16": True},
@@ -183,7 +193,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora, bf16 base, autocast": {**_ADAPTERS, "dtype": "bfloat16", "bf16": True},
         "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
-    "dpo": {"": {}, "lora": _ADAPTERS, "lora, autocast": {**_ADAPTERS, "bf16": True}},
+    "dpo": {
+        "": {},
+        "autocast": {"bf16": True},
+        "lora": _ADAPTERS,
+        "lora, autocast": {**_ADAPTERS, "bf16": True},
+    },
+    "kto": {"": {}, "lora, autocast": {**_ADAPTERS, "bf16": True}},
+    "reward": {"": {}, "autocast": {"bf16": True}},
     "torchtune": {
         "": {},
         "accumulation": {"gradient_accumulation_steps": 2},
@@ -197,6 +214,18 @@ ROWS = {
     for program, variants in VARIANTS.items()
     for name, keys in variants.items()
     for count in ((1,) if program == "torchtune" else (1, 2))
+}
+_REPLICATED_ROWS = {
+    "trainer": ("", "accumulation", "autocast", "autocast, accumulation"),
+    "sft": ("autocast", "lora, autocast", "lora, autocast, recomputed"),
+    "dpo": ("lora, autocast",),
+}
+ROWS |= {
+    ", ".join(filter(None, (program, "2 processes, DDP", name))): Row(
+        program, 2, VARIANTS[program][name], sharded=False
+    )
+    for program, names in _REPLICATED_ROWS.items()
+    for name in names
 }
 
 
@@ -223,8 +252,6 @@ def make_inputs(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder / "model")
-    for name in ("texts", "pairs"):
-        (folder / name).mkdir()
 
     def text(start: int, count: int) -> str:
         return " ".join(f"w{(start * 37 + i * 11) % (WORDS - 4)}" for i in range(count))
@@ -238,7 +265,13 @@ def make_inputs(folder: Path) -> None:
         }
         for i in range(64)
     ]
-    for name, rows in (("texts", texts), ("pairs", pairs)):
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    ]
+    for name, rows in (("texts", texts), ("pairs", pairs), ("judged", judged)):
+        (folder / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name / "train.jsonl").write_text(lines, encoding="utf-8")
 
@@ -247,8 +280,9 @@ def command_of(row: Row, folder: Path) -> list[str]:
     """Write the row's files into a folder and return its program's command line, relative to the folder."""
     import yaml
 
-    launch = ["--config_file", "fsdp.yaml"] if row.processes > 1 else []
-    (folder / "fsdp.yaml").write_text(yaml.safe_dump(ACCELERATE), encoding="utf-8")
+    launch = ["--config_file", "launch.yaml"] if row.processes > 1 else []
+    started = ACCELERATE if row.sharded else REPLICATED
+    (folder / "launch.yaml").write_text(yaml.safe_dump(started), encoding="utf-8")
     if row.program == "torchtune":
         (folder / "rows.py").write_text(ROWS_OF_TORCHTUNE, encoding="utf-8")
         (folder / "full.yaml").write_text(yaml.safe_dump({**TORCHTUNE, **row.keys}), encoding="utf-8")
@@ -260,7 +294,7 @@ def command_of(row: Row, folder: Path) -> list[str]:
         return [*(("accelerate", "launch", *launch) if launch else ("python",)), "train.py", *flags]
     given = {
         **TRAINING,
-        "dataset_name": "texts" if row.program == "sft" else "pairs",
+        "dataset_name": DATA[row.program],
         "max_length": SEQUENCE,
         **row.keys,
     }
@@ -292,7 +326,7 @@ def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
 def measured(row: Row, command: list[str], folder: Path, python: str) -> list[int]:
     """Run a row's program and return the peak of each rank in bytes."""
     programs = {"train.py", "full_finetune_single_device"}
-    programs |= {"sft", "dpo", "trl.scripts.sft", "trl.scripts.dpo"}
+    programs |= {word for name in DATA for word in (name, f"trl.scripts.{name}")}
     start = next(i for i, word in enumerate(command) if word in programs)
     arguments = command[start + 1 :]
     launch = [python]
@@ -301,7 +335,9 @@ def measured(row: Row, command: list[str], folder: Path, python: str) -> list[in
     environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if row.processes > 1:
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if row.processes > 1 and row.sharded:
+        environment["ACCELERATE_USE_FSDP"] = "true"
         environment |= {name.upper(): str(value) for name, value in ACCELERATE["fsdp_config"].items()}
         named = ACCELERATE["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
         environment["FSDP_TRANSFORMER_CLS_TO_WRAP"] = named
@@ -335,7 +371,7 @@ class ShardsOnCpu:
 
 def worker(module: str, arguments: list[str]) -> None:
     """Run a program's main module in this process and write the peak of its last step."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from fsdptool.training.memory_meter import settled_collectives
@@ -345,6 +381,8 @@ def worker(module: str, arguments: list[str]) -> None:
             pass
 
     register_optimizer_step_post_hook(mark)
+    # Threads of gloo hold what DDP exchanges, and the profiler does not see what they free as the last.
+    register_optimizer_step_pre_hook(lambda *_: sleep(0.05))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "ACCELERATE_USE_FSDP" in os.environ:
         import accelerate.state
 

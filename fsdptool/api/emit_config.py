@@ -309,7 +309,8 @@ def from_run(
     made = file_run(run, None, where, ranks_of(run, processes, where, "--processes 8"))
     settings, recipe = made.settings, made.recipe
     if run.fsdp == "none":
-        settings = replace(settings, mesh=ParallelDims(cp=settings.mesh.cp, tp=settings.mesh.tp))
+        shared = ParallelDims(cp=settings.mesh.cp, tp=settings.mesh.tp)
+        settings = replace(settings, mesh=shared, ignored_modules=None)
     anatomy = inspect(resolve_choice(recipe.model), wrap=wrap or settings.wrap_classes, exclude=exclude)
     chosen: Layout = "accelerate" if layout == "accelerate" else "native"
     recipe = replace(recipe, sharding=replace(recipe.sharding, layout=chosen))

@@ -350,7 +350,7 @@ def _of_file(options: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | Non
     made = file_run(run, None, reference, ranks)
     recipe, settings = made.recipe, made.settings
     if run.fsdp == "none":
-        settings = replace(settings, mesh=ParallelDims())
+        settings = replace(settings, mesh=ParallelDims(), ignored_modules=None)
     published = run.model if recipe.model.reference == run.family else None
     batch = recipe.batch
     sizes = {"sequence_length": batch.sequence_length, "height": batch.height, "width": batch.width}

@@ -85,6 +85,16 @@ def test_the_kernel_follows_dtype_grouping_and_mask(
     assert operators.seen == [(kernel, heads)]
 
 
+def test_autocast_narrows_attention() -> None:
+    """Queries and keys are in fp32 behind rotary embeddings of fp32 hidden states, and values are not."""
+    operators, layer = Operators(), Layer()
+    with FakeTensorMode(), kernels_of("cuda"), torch.autocast("cpu", torch.bfloat16), operators:
+        wide, values = torch.empty(2, 8, 64, 32), torch.empty(2, 8, 64, 32, dtype=torch.bfloat16)
+        layer.num_key_value_groups = 1
+        sdpa_attention_forward(layer, wide, wide, values, None)
+    assert operators.seen == [(FLASH, 8)]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dtype", "seen"), [(torch.float16, [(EFFICIENT, 8)]), (torch.bfloat16, [])])
 def test_gpus_before_ampere_have_no_flash_attention(

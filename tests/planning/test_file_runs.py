@@ -226,6 +226,14 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
     states = [plan.details.states for plan in (two, four)]
     assert states[0] == states[1]
     assert any("does not use FSDP" in line for line in words.described(two))
+    # fp32 masters have fp32 gradients and as many bytes of buckets; nothing is gathered.
+    sizes_of = {str(component.name): component.bytes for component in two.candidates[0].components}
+    for name in ("all-reduce buffers", "replicated parameters"):
+        assert sizes_of[name] == pytest.approx(states[0]["gradients"], rel=0.01)
+    assert not sizes_of.get("unsharded parameters")
+    # What is written from it is trained with FSDP2.
+    path.write_text(LLAMA_FACTORY.replace("org/model", model))
+    assert "ignored_modules" not in fsdptool.emit_config(str(path), processes=2)
 
 
 @pytest.mark.slow
@@ -508,7 +516,7 @@ def test_an_optimizer_that_is_not_known_is_a_bound_only_where_its_states_are_sma
     assert bound_of(inputs.limits) == bound
 
 
-def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_path: Path) -> None:
+def test_copies_follow_the_ranks_of_the_plan(model: str, tmp_path: Path) -> None:
     """Also where cluster files say them, and not the file or an option."""
     path = tmp_path / "train.yaml"
     path.write_text(LLAMA_FACTORY)
@@ -518,8 +526,7 @@ def test_copies_and_their_buckets_follow_the_ranks_of_the_plan(model: str, tmp_p
     for given, copies in ({"clusters": [two]}, 2), ({"gpu": "H100-80GB-SXM", "gpus": 1}, 1):
         inputs = read_request(cast("Options", {"reference": str(path), "model": model, **given})).inputs
         assert (inputs.settings.mesh.dp_replicate, inputs.settings.mesh.dp_shard) == (copies, 1)
-        assert [limit.side for limit in inputs.limits] == ["more", "less"] * (copies > 1)
-        assert ["buckets" in limit.what for limit in inputs.limits] == [True, False] * (copies > 1)
+        assert [limit.side for limit in inputs.limits] == ["less"] * (copies > 1)
     with pytest.raises(PlanError, match="different numbers of GPUs"):
         read_request(Options(reference=str(path), model=model, clusters=[one, two]))
 

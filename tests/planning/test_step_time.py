@@ -226,6 +226,21 @@ def test_unsharded_accumulation_reduces_once() -> None:
     assert every.communication - last.communication == pytest.approx(3 * 8 * reduce)
 
 
+@pytest.mark.parametrize("forward", [0.001, 1.0])
+def test_plain_data_parallelism_sums_beside_the_last_backward(forward: float) -> None:
+    """What it takes longer than that is exposed; the last bucket is anyhow."""
+    work, mesh = stages(8, size=0.0, forward=forward), ParallelDims(8, 1)
+    alone, summed = (
+        time_step(work, replace(RUN, accumulation=3, summed_bytes=size), mesh, NODE, MACHINE)
+        for size in (0.0, 8e9)
+    )
+    assert alone is not None and summed is not None
+    ring = make_ring(NODE, MACHINE, ranks=8)
+    exposed = max(ring.reduce(8e9) - 8 * 2 * forward, ring.reduce(25 << 20))
+    assert summed.communication - alone.communication == pytest.approx(ring.reduce(8e9))
+    assert summed.exposed_communication == pytest.approx(exposed)
+
+
 def test_a_teacher_runs_before_every_forward() -> None:
     mesh, own = ParallelDims(1, 8), stages(8, size=4e8, forward=0.01)
     teacher = stages(4, size=4e8, forward=0.02)

@@ -54,10 +54,15 @@ def _attend(
     Flash for half precision without a mask and values as wide as queries; else the memory-efficient kernel,
     which takes masks, fp32 and values of another width. Both compute a causal mask that has no values
     (``torch.nn.attention.bias``) by themselves. GPUs before Ampere have no flash kernel, and plain products
-    for bfloat16.
+    for bfloat16. Autocast narrows what it gets first (``autocast_mode.h``).
     """
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal = None, True
+    if torch.is_autocast_enabled("cpu"):
+        narrow = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(narrow)
     if not flash and query.dtype == torch.bfloat16:
         plain: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

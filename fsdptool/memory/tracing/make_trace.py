@@ -121,7 +121,7 @@ def make_trace(
         flash=run.flash,
         recipe=alike,
     )
-    if _autocasts(plan, trained.anatomy):
+    if run.loop.program != OWN_LOOP.program and _autocasts(plan, trained.anatomy):
         conditions = replace(conditions, autocast=conditions.compute, compute=None, output=None, inputs=None)
     micro_loss = ModelLoss(objective) if run.loop.own_loss else method.micro_loss(recipe, objective)
     traced = _trace_or_explain(make, micro_loss, specs, conditions, anatomy, recipe, whole=whole)
@@ -159,11 +159,11 @@ def make_trace(
 
 
 def _autocasts(plan: UnitPlan, anatomy: Anatomy) -> bool:
-    """Whether autocast narrows weights where they are used: nothing is gathered, and the base is in fp32."""
+    """Whether autocast narrows weights where they are used: nothing is gathered, and some are in fp32."""
     whole = {parameter.fqn for parameter in plan.ignored}
-    frozen = {p.dtype for p in anatomy.parameters if not p.trainable and p.numel}
+    wide = any(_stored(p, plan) == "float32" for p in anatomy.parameters if p.numel)
     narrow = plan.param_dtype in ("bfloat16", "float16")
-    return narrow and "float32" in frozen and all(p.fqn in whole for p in anatomy.parameters)
+    return narrow and wide and all(p.fqn in whole for p in anatomy.parameters)
 
 
 def _uncalled(plan: UnitPlan) -> frozenset[str]:

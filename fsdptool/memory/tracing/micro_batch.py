@@ -75,7 +75,8 @@ def run_trace(
     hooks = ModuleHooks(recorder, conditions)
     compiled = [path for path, module in model.named_modules() if is_compiled(module)]
     hooks.attach(model, fine=fine, opaque=compiled)
-    observer = _Observer(recorder, hooks)
+    autocast = ExitStack()
+    observer = _Observer(recorder, hooks, autocast)
     _watch_gradients(model, recorder)
     # A collection in the middle would free cycles at a point no real run shares.
     collecting = gc.isenabled()
@@ -84,7 +85,8 @@ def run_trace(
         with ExitStack() as stack:
             stack.enter_context(kernels_of(conditions.profile, flash=conditions.flash))
             if conditions.autocast is not None:
-                stack.enter_context(torch.autocast("cpu", conditions.autocast))
+                stack.callback(autocast.close)
+                autocast.enter_context(torch.autocast("cpu", conditions.autocast))
             if not compiled:
                 # A compiled block recomputes inside its own program.
                 stack.enter_context(recomputation(recorder))
@@ -126,11 +128,13 @@ class _Observer:
     Args:
         recorder: Where to mark.
         hooks: Told when backward begins.
+        forward: What holds in forward and the loss alone: autocast, which then frees the casts that it kept.
     """
 
-    def __init__(self, recorder: SegmentRecorder, hooks: ModuleHooks) -> None:
+    def __init__(self, recorder: SegmentRecorder, hooks: ModuleHooks, forward: ExitStack) -> None:
         self._recorder = recorder
         self._hooks = hooks
+        self._forward = forward
 
     def predicted(self, prediction: Mapping[str, Any], *, distilled: bool = False) -> Mapping[str, Any]:
         """Begin the loss; a teacher's prediction is memory as its own trace left it."""
@@ -150,6 +154,7 @@ class _Observer:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward without grad mode, as the engine itself does: what has it is recomputed."""
+        self._forward.close()
         self._recorder.phase("temporary")
         self._hooks.in_backward = True
         with torch.no_grad():

@@ -259,8 +259,6 @@ def file_run(
         options["pp"] = run.mesh.pp
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
-    if run.fsdp == "none" and ranks > 1 and run.method in (None, "full") and not _is_pure(run):
-        limits.append(PlanLimit("the buckets of gradients of plain data parallelism", "more"))
     if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in LAUNCHED:
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
@@ -596,17 +594,13 @@ def _suited(settings: FsdpSettings, run: DescribedRun, ranks: int) -> FsdpSettin
 
 def _settings(run: DescribedRun) -> FsdpSettings:
     mesh = run.mesh
-    frozen = run.method not in (None, "full")
-    pure = _is_pure(run)
-    # Without FSDP autocast keeps its copies of the weights for backward, as FSDP does without resharding.
-    cached = run.fsdp == "none" and not frozen and not pure
     return FsdpSettings(
         wrap_classes=_classes(run),
-        reshard_after_forward=bool(run.reshard) if run.reshard is not None else not cached,
+        reshard_after_forward=bool(run.reshard) if run.reshard is not None else True,
         cpu_offload=bool(run.cpu_offload),
         activation_checkpointing=run.gradient_checkpointing not in (None, "none"),
         activation_checkpointing_offload=run.gradient_checkpointing == "offload",
-        mixed_precision="no" if pure else _PRECISIONS.get(run.compute_dtype, "no"),
+        mixed_precision="no" if _is_pure(run) else _PRECISIONS.get(run.compute_dtype, "no"),
         mesh=ParallelDims(
             dp_replicate=next(_positive(mesh.dp_replicate), 1),
             dp_shard=next(_positive(mesh.dp_shard), None),
@@ -614,22 +608,14 @@ def _settings(run: DescribedRun) -> FsdpSettings:
             tp=next(_positive(mesh.tp), 1),
         ),
         num_processes=run.processes,
-        ignored_modules=_whole_modules(run) if run.fsdp == "none" and (pure or frozen) else None,
+        # Nothing is gathered: every rank holds all parameters, and autocast casts them where they are used.
+        ignored_modules=".*" if run.fsdp == "none" else None,
     )
 
 
 def _is_pure(run: DescribedRun) -> bool:
     """Whether all parameters are trained in the dtype that they are stored in."""
     return run.stored_dtype == run.compute_dtype and run.method in (None, "full")
-
-
-def _whole_modules(run: DescribedRun) -> str:
-    """Return the modules of which nothing is gathered: every rank holds them and computes in their dtype.
-
-    Modules that are trained whole beside adapters have fp32 copies (peft 0.21,
-    ``utils/other.py:ModulesToSaveWrapper``), which autocast casts like a gather. They are outside the blocks.
-    """
-    return r".*\.\d+(?:\..*)?" if run.lora_modules_to_save else ".*"
 
 
 def _classes(run: DescribedRun) -> tuple[str, ...]:

@@ -202,6 +202,7 @@ class Run:
         optimizer_exchanged: Bytes it sends to the ranks that share a copy.
         offloaded_bytes: Shard bytes that cross to the host and back in a step.
         optimizer_tensors: Parameters that it updates.
+        summed_bytes: Bytes of gradients that plain data parallelism sums while the last backward runs.
     """
 
     accumulation: int
@@ -213,6 +214,12 @@ class Run:
     optimizer_exchanged: float = 0.0
     offloaded_bytes: float = 0.0
     optimizer_tensors: int = 1
+    summed_bytes: float = 0.0
+
+
+_BUCKET = 25 << 20
+"""Bytes of gradients that plain data parallelism sums at once, the last ones when backward has ended (torch
+2.13, ``nn/parallel/distributed.py``: ``bucket_cap_mb``)."""
 
 
 def time_step(
@@ -286,6 +293,9 @@ def time_step(
         compute += times * (busy + teaching.compute)
         communication += times * (link + teaching.communication + shared)
         hidden += times * max(link + shared - (seconds - busy), 0.0)
+    summing = replicas.reduce(run.summed_bytes)
+    waiting = max(summing - sum(backward), replicas.reduce(min(run.summed_bytes, _BUCKET)))
+    total, communication, hidden = total + waiting, communication + summing, hidden + summing - waiting
     tensors = max(run.optimizer_tensors, 1)
     each = measured_traffic("update", run.optimizer_bytes / tensors, machine)
     update = max(

@@ -291,6 +291,7 @@ class Traffic:
         tensors: Parameters with a gradient that are sharded, as this rank stores them.
         offloaded: Bytes of shards copied to the device for forward and backward, and of gradients back.
         prefetch: FSDP units to prefetch.
+        summed: Bytes of gradients that plain data parallelism sums.
     """
 
     order: tuple[int, ...]
@@ -300,6 +301,7 @@ class Traffic:
     tensors: tuple[TrainedTensor, ...]
     offloaded: float
     prefetch: int
+    summed: float = 0.0
 
 
 def measure_traffic(rank: Rank) -> Traffic:
@@ -313,10 +315,12 @@ def measure_traffic(rank: Rank) -> Traffic:
                 elements = weights.parameter.numel / share.ranks
                 trained += elements
                 trained_bytes += elements * weights.stored
+    summed = 0.0
     for parameter in plan.ignored:
         if parameter.trainable:
             trained += parameter.numel
-            trained_bytes += parameter.numel * WIDTH.get(stored_dtype(parameter, plan), 4)
+            summed += parameter.numel * WIDTH.get(stored_dtype(parameter, plan), 4)
+    trained_bytes += summed
     offloaded = 0.0
     if plan.cpu_offload:
         held = sum(
@@ -333,6 +337,7 @@ def measure_traffic(rank: Rank) -> Traffic:
         tensors=trained_shards(rank),
         offloaded=offloaded,
         prefetch=plan.prefetch,
+        summed=summed if rank.degree == 1 else 0.0,
     )
 
 
@@ -452,6 +457,7 @@ def time_candidate(
         optimizer_exchanged=work.exchanged,
         offloaded_bytes=traffic.offloaded,
         optimizer_tensors=len(traffic.tensors),
+        summed_bytes=traffic.summed,
     )
     if cluster.gpu is not None:
         gpu = cluster.gpu
