@@ -74,7 +74,7 @@ def test_a_product_of_two_dtypes_names_module_line_and_remedy(capsys: pytest.Cap
     assert status == 5
     lines = text.splitlines()
     number = next(at for at, line in enumerate(CASTS.splitlines(), 1) if "x.float()" in line)
-    cause = f"in Net.blocks.0.up, line {number} of untraced_casts (a matrix product of torch.float32 and"
+    cause = f"in Net.blocks.0.up, line {number} of untraced_casts.py (a matrix product of torch.float32 and"
     assert cause in lines[1]
     assert ".to(w.dtype)" in lines[1]
     assert text.count("a matrix product") == 1, "the end does not say again what the beginning says"

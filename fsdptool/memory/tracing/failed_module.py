@@ -55,5 +55,6 @@ def _line(error: Exception) -> str | None:
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         name = str(frame.f_globals.get("__name__", ""))
         if name.partition(".")[0] not in _LIBRARIES and not name.startswith("fsdptool_"):
-            return f"line {number} of {name or Path(frame.f_code.co_filename).name}"
+            # A module of a package is known by its name, one that lies alone by its file.
+            return f"line {number} of {name if '.' in name else Path(frame.f_code.co_filename).name}"
     return None
