@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import load_registry
 from fsdptool.memory import trace
-from fsdptool.memory.tracing.fake_tensors import BY_VALUE, KnownValues, fake_batch
+from fsdptool.memory.tracing.fake_tensors import BY_VALUE, LARGEST, KnownValues, fake_batch
 from fsdptool.memory.tracing.recorder import SegmentRecorder
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.recipe import Batch, ModelChoice, Recipe
@@ -55,6 +55,15 @@ def test_values_are_followed_through_views_and_writes() -> None:
         assert torch.zeros_like(mask).any().item() is False
         assert int(torch.arange(5).max()) == 4
         assert f"expert_{mask[0, 0] + 1}" == "expert_1"
+
+
+def test_a_mask_that_is_expanded_over_many_features_keeps_its_value() -> None:
+    """What repeats its elements holds few: a mask of tokens over the width of embeddings (Gemma 4)."""
+    with ExitStack() as stack:
+        mask = _within(stack)["mask"]
+        wide = mask.bool().unsqueeze(-1).expand(2, 6, 1 << 17)
+        features = torch.empty(2, 6, 1 << 17, device=mask.device)
+        assert wide.numel() > LARGEST and features[wide].numel() == 8 << 17
 
 
 def test_a_boolean_index_into_activations_has_the_masks_length() -> None:

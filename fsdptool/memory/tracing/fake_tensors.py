@@ -11,6 +11,7 @@ random as in a model that has just been initialised.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -336,7 +337,13 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _small(tree: Any) -> bool:
-    return all(tensor.numel() <= LARGEST and tensor.device.type == "cpu" for tensor in _tensors(tree))
+    return all(_held(tensor) <= LARGEST and tensor.device.type == "cpu" for tensor in _tensors(tree))
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Return the elements that a tensor holds: those that it repeats (``expand``) count once."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sides if stride or not size)
 
 
 def _imitated(value: Any) -> Any:
