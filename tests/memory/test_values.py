@@ -13,7 +13,8 @@ import pytest
 import torch
 from sweeps import kept
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import load_registry
@@ -55,6 +56,25 @@ def test_values_are_followed_through_views_and_writes() -> None:
         assert torch.zeros_like(mask).any().item() is False
         assert int(torch.arange(5).max()) == 4
         assert f"expert_{mask[0, 0] + 1}" == "expert_1"
+
+
+def test_a_list_of_known_values_takes_no_operators() -> None:
+    """Models list the kinds of thousands of tokens (Qwen3-VL), which torch would ask for one by one."""
+
+    class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    plain = FakeTensor.tolist
+    with ExitStack() as stack:
+        mask = _within(stack)["mask"]
+        with Counted() as counted:  # type: ignore[no-untyped-call]
+            assert mask.tolist() == [[1, 1, 1, 1, 0, 0]] * 2
+        assert counted.calls == 0
+    assert FakeTensor.tolist is plain
 
 
 def test_a_mask_that_is_expanded_over_many_features_keeps_its_value() -> None:

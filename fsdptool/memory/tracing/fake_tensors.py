@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,7 @@ _CONSTANTS = frozenset({"arange", "eye", "full", "linspace", "ones", "scalar_ten
 _FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}
 _FIXED = ("mask", "constant", "positions")
 _ATTRIBUTE = "_fsdptool_value"
+_TOLIST = FakeTensor.tolist
 
 
 class _Listing(TorchFunctionMode):
@@ -210,10 +211,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow values from here on."""
         self._listing.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
+        FakeTensor.tolist = self._listed  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         """Stop."""
+        FakeTensor.tolist = _TOLIST  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._listing.__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -251,6 +254,19 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for fake in _tensors(out):
                     _attach_drawn(fake, name)
         return out
+
+    @property
+    def _listed(self) -> Callable[[FakeTensor], Any]:
+        """Return ``tolist`` of known values at once: torch asks for each element by operators of its own."""
+
+        def tolist(tensor: FakeTensor) -> Any:
+            value = self._value(tensor)
+            if value is None:
+                return _TOLIST(tensor)
+            with no_dispatch():
+                return value.tolist()
+
+        return tolist
 
     def _drawn(self, tensor: torch.Tensor) -> bool:
         """Give a tensor without a value a drawn one, and say whether it has a value now."""
