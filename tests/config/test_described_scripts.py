@@ -628,6 +628,15 @@ def test_a_variable_is_told_once_and_no_default_beside_it() -> None:
     assert not any("None" in note or "no model is named" in note for note in run.notes)
 
 
+def test_eight_bits_are_of_adam_only() -> None:
+    line = (
+        "accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path a/b --use_8bit_adam"
+    )
+    assert described(f"{line}\n").optimizer == "adamw8bit"
+    run = described(f"{line} --optimizer Prodigy --prior_generation_precision bf16\n")
+    assert (run.optimizer, run.notes) == ("prodigy", ())
+
+
 def test_the_epochs_of_a_script_are_known_where_its_steps_count() -> None:
     flags = "--pretrained_model_name_or_path a/b --output_dir o --max_train_steps 5 --num_train_epochs 9"
     run = described(f"accelerate launch train_text_to_image_lora.py {flags}\n")

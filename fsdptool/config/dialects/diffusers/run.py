@@ -37,7 +37,7 @@ def describe(file: RunFile) -> DescribedRun:
         DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
     )
     optimizer = (read.text("optimizer") or "AdamW").lower()
-    if read.flag("use_8bit_adam"):
+    if read.flag("use_8bit_adam") and optimizer == "adamw":  # the scripts ignore it beside Prodigy
         optimizer = "adamw8bit"
     transformer = "pretrained_transformer_model_name_or_path"
     steps = read.whole("max_train_steps")

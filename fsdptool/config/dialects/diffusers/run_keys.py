@@ -47,6 +47,7 @@ KEYS = RunKeys(
     conditioning_image_column set_grads_to_none prior_reflow_data_root skip_final_inference
     final_validation_prompt tracker_project_name non_ema_revision prediction_type
     pretrained_vae_model_name_or_path vae_model_name_or_path foreach_ema dataset_file
+    prior_generation_precision
     """),
     unknown="script",
 )
