@@ -29,6 +29,7 @@ _UNKNOWN = "no key of the file says so"
 _REASONS = {
     "full_rows": "samples that are not packed are padded to the longest of a micro-batch",
     "compiled_loss": "the loss is not compiled",
+    "optimizer_masters": "the optimizer keeps no masters beside weights of 16 bits",
 }
 """Why programs lack what only one of them has."""
 
@@ -155,6 +156,8 @@ def _same(name: str, wanted: object, got: object) -> bool:
     if name == "base_dtype" and got is None:
         return True  # nothing is frozen
     if name == "lora_dropout" and {wanted, got} == {None, 0.0}:
+        return True
+    if name == "optimizer_masters" and {wanted, got} == {None, "none"}:
         return True
     if wanted is None or wanted == ():
         return name not in _OPEN

@@ -116,6 +116,10 @@ class TakenDefault:
     source: str
 
 
+Masters = Literal["none", "whole", "remainders"]
+"""What an optimizer keeps of fp32 weights beside those of 16 bits that the model has."""
+
+
 @dataclass(frozen=True, slots=True)
 class DescribedRun:
     """A run that a file describes; null is what the file and the program leave open.
@@ -148,6 +152,8 @@ class DescribedRun:
         global_batch: Samples (or rows) of an optimizer step on all ranks.
         optimizer: Name that the program gives the optimizer.
         optimizer_state_bits: Bits of an element of an optimizer state.
+        optimizer_masters: What the optimizer adds to weights of 16 bits: a copy in fp32 (``whole``), or the
+            16 bits that such a copy has beyond them (``remainders``); ``none`` where it updates them alone.
         gradient_checkpointing: What is recomputed in backward; ``offload`` keeps the inputs in host memory.
         activation_offloading: Whether activations are kept in host memory between forward and backward.
         attention: Attention implementation.
@@ -203,6 +209,7 @@ class DescribedRun:
     global_batch: int | None = None
     optimizer: str | None = None
     optimizer_state_bits: int | None = None
+    optimizer_masters: Masters | None = None
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None
     activation_offloading: bool | None = None
     attention: str | None = None

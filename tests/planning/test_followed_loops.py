@@ -122,6 +122,42 @@ def test_a_file_is_planned_as_the_loop_of_the_program_that_reads_it(
     assert "gradients" in inputs.fixed
 
 
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 4, local_batch_size: 1}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: org/model
+  torch_dtype: bf16
+distributed: {strategy: fsdp2}
+dataset: {seq_length: 64}
+optimizer:
+  _target_: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam
+  exp_avg_dtype: torch.float32
+"""
+
+
+@pytest.mark.parametrize(
+    ("masters", "dtype", "side"),
+    [
+        ("", "bfloat16", "more"),
+        ("  master_weights: true\n", "float32", "more"),
+        ("  master_weights: true\n  store_param_remainders: true\n", "float32", "less"),
+    ],
+)
+def test_masters_of_an_optimizer_stand_for_the_weights(
+    tmp_path: Path, masters: str, dtype: str, side: str
+) -> None:
+    """16 bits of a weight and the remainder of its master are as many bytes as an fp32 weight."""
+    path = tmp_path / "file.yaml"
+    path.write_text(AUTOMODEL + masters)
+    inputs = inputs_of(tmp_path, reference=str(path), model="gpt2:small")
+    assert inputs.recipe.model.dtype == dtype
+    assert inputs.settings.mixed_precision == ("bf16" if dtype == "float32" else "no")
+    assert [limit.side for limit in inputs.limits if "16 bits" in limit.what] == [side]
+    assert not [limit for limit in inputs.limits if "optimizer transformer_engine" in limit.what]
+
+
 def test_only_fsdp2_of_a_trainer_looks_for_a_final_norm_inside_adapters(tmp_path: Path) -> None:
     for version in (1, 2):
         path = tmp_path / f"{version}.yaml"

@@ -23,6 +23,7 @@ from fsdptool.records.described_run import (
     TOKEN_OBJECTIVES,
     TORCH_DTYPES,
     DescribedRun,
+    Masters,
     Side,
     UnmodelledKey,
 )
@@ -97,6 +98,16 @@ _SMALLER = (
     "rmsprop",
 )
 """Parts of the names of optimizers with smaller states than Adam. Others may have more (Prodigy)."""
+
+
+_MASTERS: Mapping[Masters, list[PlanLimit]] = {
+    "none": [PlanLimit("the optimizer's fp32 states beside weights of 16 bits", "more")],
+    "whole": [PlanLimit("weights of 16 bits beside the optimizer's masters in fp32", "more")],
+    "remainders": [PlanLimit("gradients of 16 bits, which are planned in fp32", "less")],
+}
+"""What a plan leaves out of weights of 16 bits and what the optimizer adds to them. Masters are planned as
+weights that are stored in fp32: bf16 weights with their remainders have as many bytes."""
+_OTHER_STATES = PlanLimit("the dtype of the optimizer's states", None)
 
 
 _DECIDED = {
@@ -259,6 +270,8 @@ def file_run(
         options["pp"] = run.mesh.pp
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
+    if run.optimizer_masters is not None and recipe.method.name == "full" and "optimizer" not in decided:
+        limits += _MASTERS[run.optimizer_masters] if run.optimizer_state_bits == 32 else [_OTHER_STATES]
     if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in LAUNCHED:
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
@@ -394,7 +407,7 @@ def _model_settings(run: DescribedRun, fused: bool) -> dict[str, Any]:
         fused: Whether attention may be a fused kernel's. None is planned on a part of a sequence.
     """
     frozen = run.method not in (None, "full")
-    stored = run.base_dtype if frozen else run.stored_dtype
+    stored = run.base_dtype if frozen else "fp32" if _has_masters(run) else run.stored_dtype
     attention = _attention((run.attention or "").lower())
     if attention in FUSED_ATTENTION and not fused:
         attention = "sdpa"
@@ -550,6 +563,7 @@ def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool, decided: C
             limits.append(PlanLimit("the optimizer, which is left open: AdamW is planned", None))
         return Optimizer()
     name = run.optimizer.rpartition(".")[2].lower()
+    name = name.removeprefix("transformer_engine ").removesuffix(" with master weights")
     if "paged" in name:
         limits.append(PlanLimit(f"{run.optimizer}: states that can move to host memory", "less"))
         name = re.sub(r"[-_]?paged[-_]?", "", name)
@@ -615,7 +629,13 @@ def _settings(run: DescribedRun) -> FsdpSettings:
 
 def _is_pure(run: DescribedRun) -> bool:
     """Whether all parameters are trained in the dtype that they are stored in."""
-    return run.stored_dtype == run.compute_dtype and run.method in (None, "full")
+    full = run.method in (None, "full")
+    return run.stored_dtype == run.compute_dtype and full and not _has_masters(run)
+
+
+def _has_masters(run: DescribedRun) -> bool:
+    """Whether the optimizer keeps fp32 masters, which stand in the plan for the weights of 16 bits."""
+    return run.optimizer_masters in ("whole", "remainders") and run.optimizer_state_bits == 32
 
 
 def _classes(run: DescribedRun) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptool.config.dialects.automodel.run_keys import KEYS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
-from fsdptool.records.described_run import DescribedMesh, DescribedRun
+from fsdptool.records.described_run import DescribedMesh, DescribedRun, Masters
 from fsdptool.source.known_models import family_of_name, layer_classes_of
 
 _MOE = ("embedding", "each block", "routed experts (own unit, only if ranks > ep)", "lm_head", "root")
@@ -72,6 +72,7 @@ def describe(file: RunFile) -> DescribedRun:
         global_batch=total,
         optimizer=optimizer,
         optimizer_state_bits=bits,
+        optimizer_masters=_masters(read, stored),
         gradient_checkpointing=_checkpointing(read, place),
         attention=_attention(read, diffusion),
         fused_loss="cce" if "FusedLinear" in (read.text("loss_fn._target_") or "") else "none",
@@ -184,6 +185,7 @@ def _optimizer(read: RunReader, stored: str) -> tuple[str | None, int | None]:
     name = target.rpartition(".")[2]
     if target.startswith("transformer_engine"):
         masters = read.flag("optimizer.master_weights")
+        read.flag("optimizer.store_param_remainders")
         read.use("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "optimizer.master_weight_dtype")
         states = dtype_word(read.text("optimizer.exp_avg_dtype")) or "fp32"
         return f"transformer_engine {name}{' with master weights' if masters else ''}", state_bits(
@@ -191,6 +193,21 @@ def _optimizer(read: RunReader, stored: str) -> tuple[str | None, int | None]:
         )
     plain = name.lower() or None
     return plain, state_bits(target.lower() if "bitsandbytes" in target else plain, stored)
+
+
+def _masters(read: RunReader, stored: str) -> Masters | None:
+    """Return what Transformer Engine's FusedAdam adds to weights of 16 bits.
+
+    Remainders are those of bf16 weights, beside fp32 masters (Transformer Engine 2.8,
+    ``pytorch/optimizers/fused_adam.py``: ``store_param_remainders``).
+    """
+    if not (read.text("optimizer._target_") or "").startswith("transformer_engine") or stored == "fp32":
+        return None
+    if not read.flag("optimizer.master_weights"):
+        return "none"
+    wide = (dtype_word(read.text("optimizer.master_weight_dtype")) or "fp32") == "fp32"
+    low = wide and stored == "bf16" and read.flag("optimizer.store_param_remainders")
+    return "remainders" if low else "whole"
 
 
 def _targets(read: RunReader) -> tuple[str, ...] | str | None:
