@@ -29,6 +29,7 @@ _UNKNOWN = "no key of the file says so"
 _REASONS = {
     "full_rows": "samples that are not packed are padded to the longest of a micro-batch",
     "compiled_loss": "the loss is not compiled",
+    "nodes": "given at the launch (torchrun --nnodes, accelerate launch --num_machines)",
     "optimizer_masters": "the optimizer keeps no masters beside weights of 16 bits",
 }
 """Why programs lack what only one of them has."""
@@ -146,6 +147,8 @@ def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, obje
             same = _same_size(item.name, run, *sizes)
         if not same:
             yield f"mesh.{item.name}", *sizes
+    if (run.nodes or 1) != (back.nodes or 1) and run.nodes is not None:
+        yield "nodes", run.nodes, back.nodes
 
 
 def _same(name: str, wanted: object, got: object) -> bool:

@@ -337,6 +337,25 @@ def test_what_another_program_cannot_say_is_told(program: str, number: int, to: 
     check(described(OWN[program][number]), to)
 
 
+@pytest.mark.parametrize(
+    ("to", "nodes"), [("trl", 2), ("fsdptool", 2), ("axolotl", None), ("llamafactory", None)]
+)
+def test_nodes_are_written_where_a_file_says_them_and_told_elsewhere(to: str, nodes: int | None) -> None:
+    launch = "torchrun --nnodes 2 --nproc_per_node 4 -m trl.scripts"
+    line = f"{launch}.sft --model_name_or_path org/model"
+    source = described(f"{line} --dataset_name org/data --output_dir out --max_length 64 --bf16\n")
+    assert (source.processes, source.nodes) == (8, 2)
+    made = translate(source, to)
+    assert made.run.nodes == nodes
+    # Eight ranks would fit into one node, which verl's file says of them otherwise.
+    online = described(f"{launch}.grpo --model_name_or_path org/model --max_completion_length 8\n")
+    assert translate(online, "verl").run.nodes == 2
+    told = [loss.why for loss in made.losses if loss.name == "nodes"]
+    assert told == (
+        [] if nodes else ["given at the launch (torchrun --nnodes, accelerate launch --num_machines)"]
+    )
+
+
 def test_a_fact_that_a_writer_forgets_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdptool.config.dialects.run_writer import RunWriter
 

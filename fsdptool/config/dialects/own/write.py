@@ -255,6 +255,7 @@ def _settings(to: RunWriter) -> FsdpSettings:
         activation_checkpointing_offload=run.gradient_checkpointing == "offload",
         mixed_precision="no" if compute == "fp32" else "fp16" if compute == "fp16" else "bf16",
         num_processes=run.processes,
+        num_machines=run.nodes or 1,
     )
     if run.fsdp == "none":
         to.lose(

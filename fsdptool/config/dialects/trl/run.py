@@ -191,6 +191,9 @@ def _fused_loss(read: RunReader, objective: str, old: bool) -> str:
 def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
     """Add what ``accelerate_config`` names: a configuration that TRL ships, or a file."""
     processes = read.whole("num_processes")
+    machines = read.whole("num_machines")
+    if machines is not None:
+        facts["nodes"] = machines
     if processes is not None:
         facts["processes"] = processes
         facts["global_batch"] = global_batch(

@@ -13,7 +13,7 @@ _OWN = """
     dataset_test_split dataset_streaming datasets dataset_mixture dataset_text_field dataset_kwargs
     dataset_num_proc dataset_batch_size streaming test_split_size chat_template chat_template_path eos_token
     pad_token truncation_mode shuffle_dataset eval_packing completion_only_loss assistant_only_loss
-    trust_remote_code ignore_bias_buffers env num_machines machine_rank main_process_ip main_process_port
+    trust_remote_code ignore_bias_buffers env machine_rank main_process_ip main_process_port
     temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs epsilon
     epsilon_high delta num_iterations reward_weights scale_rewards log_completions log_multimodal
     num_completions_to_print log_unique_prompts log_completions_hub_repo mask_truncated_completions

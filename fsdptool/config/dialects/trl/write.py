@@ -29,6 +29,7 @@ def write(to: RunWriter) -> None:
     del to.cannot["processes"]
     to.cannot["global_batch"] = "follows from the number of ranks (num_processes)"
     to.put("num_processes", run.processes)
+    to.put("num_machines", run.nodes if run.nodes and run.nodes > 1 else None)
     to.put("gradient_checkpointing", run.gradient_checkpointing not in (None, "none"))
     if run.gradient_checkpointing in ("selective", "offload"):
         to.lose("TRL recomputes whole layers", "gradient_checkpointing")

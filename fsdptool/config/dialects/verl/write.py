@@ -102,8 +102,10 @@ def _rewarded(to: RunWriter) -> None:
         to.lose("verl limits prompts as well: at 512 tokens", "sequence_length")
     to.put(f"{_MODEL}.use_fused_kernels", run.fused_loss in ("cce", "liger", "chunked"))
     to.lose("verl fuses the loss by its own kernels", "fused_loss")
-    nodes = 1 if run.processes is None or run.processes % 8 or run.processes < 16 else run.processes // 8
     if run.processes is not None:
+        nodes = run.nodes if run.nodes and run.processes % run.nodes == 0 else None
+        if nodes is None:
+            nodes = 1 if run.processes % 8 or run.processes < 16 else run.processes // 8
         to.put("trainer.n_gpus_per_node", run.processes // nodes)
         to.put("trainer.nnodes", nodes)
     to.lose("follows from the number of ranks (trainer.n_gpus_per_node)", "accumulation", "global_batch")
