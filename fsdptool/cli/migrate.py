@@ -150,7 +150,9 @@ def _write(
     """
     from fsdptool.files.text import replace_file
 
-    for note in result.notes:
+    # Of several files, those that do not run FSDP need nobody's attention.
+    passed = several and result.version is None and not result.changed
+    for note in () if passed else result.notes:
         say(f"note: {result.path}: {note}")
     for line in lost_lines(result.losses):
         say(f"lost: {line}")

@@ -182,13 +182,17 @@ def test_a_folder_is_migrated_whole(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "v1.yaml would change" in out and "good.yaml" not in out
     assert err.endswith("1 would change, 3 stay as they are, 1 of other programs or kinds skipped\n")
+    Path("plain.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    assert run(["migrate", "plain.yaml"]) == 0
+    assert "note: plain.yaml: the file does not configure FSDP" in capsys.readouterr().err
     assert run(["migrate", "."]) == 0
     said = capsys.readouterr().err
+    assert "plain.yaml" not in said
     # A line is for what a person has to look at; the rest is counted.
     assert "migrated v1.yaml" not in said and all(
         line.startswith("note: ") for line in said.splitlines()[:-1]
     )
-    assert said.endswith("1 migrated, 3 already up to date, 1 of other programs or kinds skipped\n")
+    assert said.endswith("1 migrated, 4 already up to date, 1 of other programs or kinds skipped\n")
     assert run(["migrate", ".", "--check"]) == 0
     assert run(["migrate", "other.json"]) == 1
     assert run(["migrate", "v1.yaml", "--to", "bogus"]) == 2
