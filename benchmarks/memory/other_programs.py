@@ -26,7 +26,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 RESULT = Path(__file__).parents[1] / "results" / "memory_other_programs.json"
@@ -170,7 +169,7 @@ class Row:
     sharded: bool = True
 
 
-DATA = {"sft": "texts", "dpo": "pairs", "kto": "judged", "reward": "pairs"}
+DATA = {"sft": "texts", "dpo": "pairs", "kto": "judged", "reward": "short_pairs"}
 """Commands of TRL, and the data that each trains on."""
 _ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -270,7 +269,17 @@ def make_inputs(folder: Path) -> None:
         for pair in pairs
         for side in ("chosen", "rejected")
     ]
-    for name, rows in (("texts", texts), ("pairs", pairs), ("judged", judged)):
+    # TRL trains rewards on no row that is longer than the sequence length.
+    short = [
+        {
+            "prompt": pair["prompt"],
+            "chosen": text(i + 1, SEQUENCE - 17),
+            "rejected": text(i + 2, SEQUENCE - 17),
+        }
+        for i, pair in enumerate(pairs)
+    ]
+    named: dict[str, list[Any]] = {"texts": texts, "pairs": pairs, "short_pairs": short, "judged": judged}
+    for name, rows in named.items():
         (folder / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name / "train.jsonl").write_text(lines, encoding="utf-8")
@@ -369,9 +378,18 @@ class ShardsOnCpu:
         return getattr(self.real, name)
 
 
+def broadcast_each(group: Any, tensors: list[Any], _: int, source: int = 0, *__: Any) -> None:
+    """Send a model's tensors one by one, each waited for."""
+    import torch.distributed as dist
+
+    for tensor in tensors:
+        dist.broadcast(tensor, source, group=group)
+
+
 def worker(module: str, arguments: list[str]) -> None:
     """Run a program's main module in this process and write the peak of its last step."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    import torch.distributed as dist
+    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from fsdptool.training.memory_meter import settled_collectives
@@ -381,12 +399,12 @@ def worker(module: str, arguments: list[str]) -> None:
             pass
 
     register_optimizer_step_post_hook(mark)
-    # Threads of gloo hold what DDP exchanges, and the profiler does not see what they free as the last.
-    register_optimizer_step_pre_hook(lambda *_: sleep(0.05))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "ACCELERATE_USE_FSDP" in os.environ:
         import accelerate.state
 
         accelerate.state.DistributedType = ShardsOnCpu(accelerate.state.DistributedType)
+    # DDP's own copies the model into buffers that threads of gloo free, which the profiler does not see.
+    dist._broadcast_coalesced = broadcast_each  # type: ignore[assignment]
     sys.argv = [module, *arguments]
     sys.path.insert(0, "")
     with (

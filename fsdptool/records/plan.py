@@ -437,6 +437,7 @@ class PlanInputs:
         run: What the file of another program describes, from which recipe and settings were made; None where
             no such file was planned.
         limits: What of that run changes memory and is not planned.
+        assumed_ranks: What neither a file that is planned nor an option says of the ranks.
     """
 
     recipe: Recipe
@@ -457,6 +458,7 @@ class PlanInputs:
     pipeline: Pipeline = Pipeline()
     run: DescribedRun | None = None
     limits: tuple[PlanLimit, ...] = ()
+    assumed_ranks: tuple[Literal["processes", "nodes"], ...] = ()
 
 
 Size = Literal["sequence_length", "height", "width", "frames"]

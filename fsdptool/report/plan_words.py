@@ -224,8 +224,7 @@ def verdict(name: Verdict, share: float | None) -> str:
 
 def reserved_range(candidate: Candidate) -> str:
     """Return the range of reserved memory and what it rests on, to follow the figure; empty if unknown."""
-    ends = candidate.reserved_range_bytes
-    if ends is None:
+    if (ends := candidate.reserved_range_bytes) is None:
         return ""
     basis = candidate.reserved_range_basis
     by = f", by {basis.rows} published runs, {basis.alike} of them alike" if basis is not None else ""
@@ -242,8 +241,7 @@ def time_range(candidate: Candidate) -> str:
     text = f"; P10 to P90: {duration(seconds[0], time)} to {duration(seconds[1], time)}"
     if tokens is not None:
         text += f", {rate(tokens[0], speed)} to {rate(tokens[1], speed)} tokens/s"
-    basis = candidate.range_basis
-    if basis is None:
+    if (basis := candidate.range_basis) is None:
         return text
     alike = f"{basis.alike} of them alike" if basis.alike else "none of them on such a GPU"
     return f"{text}, by {basis.rows} published runs, {alike}"
@@ -273,10 +271,18 @@ def headline(plan: Plan) -> str:
     """Return the verdict in one line."""
     candidate = shown(plan)
     where = plan.details.clusters[candidate.settings.cluster]
-    size = assumed_size(plan.sample)
-    at = f", at {size} (assumed)" if size else ""
-    answer = verdict(plan.verdict, candidate.fit_share)
-    return f"{plan.inputs.model.reference} on {where}: {answer}{at}"
+    found = f"{plan.inputs.model.reference} on {where}: {verdict(plan.verdict, candidate.fit_share)}"
+    return f"{found}{assumptions(plan)}"
+
+
+def assumptions(plan: Plan) -> str:
+    """Return what nobody gave, sizes and ranks, as it follows a verdict; empty where all is given."""
+    size, assumed = assumed_size(plan.sample), plan.inputs.assumed_ranks
+    said = [f"at {size}"] if size else []
+    for cluster in plan.inputs.clusters[:1]:  # a document may have none
+        named = {"processes": (cluster.world_size, "process", "es"), "nodes": (cluster.nodes, "node", "s")}
+        said += [f"on {n} {word}{more * (n > 1)}" for n, word, more in map(named.__getitem__, assumed)]
+    return f", {', '.join(said)} (assumed)" if said else ""
 
 
 def assumed_size(sample: SampleSize) -> str:
@@ -376,21 +382,17 @@ def described(plan: Plan) -> list[str]:
     lines += [f"{run.program} refuses it, or it cannot be read whole: {problem}" for problem in run.problems]
     keys = run.keys
     inert = len(keys.no_effect)
-    counted = (
-        f"used {len(keys.used)} keys; {inert} {'has' if inert == 1 else 'have'} no effect on memory or speed"
-    )
+    have = "has" if inert == 1 else "have"
+    counted = f"used {len(keys.used)} keys; {inert} {have} no effect on memory or speed"
     if keys.not_modelled:
         listed = keys.unmodelled_by_section()
         named = ", ".join(f"{keys.placed(item.key)} (changes {item.changes})" for item in listed)
         counted += f"; cannot model {len(keys.not_modelled)}: {named}"
     lines.append(counted)
-    if run.defaults:
-        taken = len(run.defaults)
+    if taken := len(run.defaults):
         which = "1 value is a default" if taken == 1 else f"{taken} values are defaults"
         lines.append(f"{which} of {run.program} (explain lists them)")
-    for limit in plan.inputs.limits:
-        lines.append(f"not planned: {limit.what} ({_SIDES[limit.side]})")
-    return lines
+    return lines + [f"not planned: {limit.what} ({_SIDES[limit.side]})" for limit in plan.inputs.limits]
 
 
 _SIDES: Mapping[str | None, str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,27 @@ def test_the_first_line_says_which_size_is_assumed(
     assert (f"at {size} (assumed)" if size else None) == said
 
 
+@pytest.mark.parametrize(
+    ("launch", "given", "assumed"),
+    [
+        ("python train.py", {}, ("processes",)),
+        ("python train.py", {"nodes": 2}, ("processes",)),
+        ("python train.py", {"gpus": 4}, ()),
+        ("torchrun --nproc_per_node 4 train.py", {}, ()),
+        ("accelerate launch --num_processes 4 train.py", {}, ("nodes",)),
+        ("accelerate launch --num_processes 4 --num_machines 1 train.py", {}, ()),
+    ],
+)
+def test_ranks_that_nothing_says_are_assumed(
+    tmp_path: Path, launch: str, given: dict[str, Any], assumed: tuple[str, ...]
+) -> None:
+    path = tmp_path / "run.sh"
+    line = "--model_name_or_path org/model --dataset_name d --use_peft --max_length 64 --output_dir o\n"
+    path.write_text(f"{launch.replace('train.py', '-m trl.scripts.sft')} {line}")
+    options: dict[str, Any] = {"reference": str(path), "model": "gpt2:small", "gpu": "L4-24GB", **given}
+    assert read_request(Options(**options)).inputs.assumed_ranks == assumed
+
+
 def test_the_assumed_size_is_in_the_document_its_page_and_the_command(tmp_path: Path) -> None:
     from fsdptool.report.page.plan import plan_page
 
@@ -330,6 +352,8 @@ def test_the_assumed_size_is_in_the_document_its_page_and_the_command(tmp_path: 
     assert document["sample"]["assumed"] == ["sequence_length"]
     assert words.headline(plan).endswith(", at 512 tokens (assumed)")
     assert "at 512 tokens (assumed)" in plan_page(plan)
+    alone = replace(plan, inputs=replace(plan.inputs, assumed_ranks=("processes",)))
+    assert words.headline(alone).endswith(", at 512 tokens, on 1 process (assumed)")
     flags = document["details"]["flags"]
     assert flags[flags.index("--seq-len") + 1] == "512"
     given = make_plan(read_request(Options(**options, sequence_length=512)))

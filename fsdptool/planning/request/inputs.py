@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
@@ -90,6 +90,7 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
     diagnostics += tuple(diagnostic for offer in offers for diagnostic in offer.diagnostics)
     table = _path(options.get("machine"))
     machines = tuple(machine_for(cluster.gpu, table=table) for cluster in clusters)
+    assumed_ranks = tuple(_assumed_ranks(options, described, settings, clusters[0]))
     settings = replace(
         settings,
         use_cpu=profile != "cuda",
@@ -125,6 +126,7 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
         pipeline=pipeline,
         run=described,
         limits=limits,
+        assumed_ranks=assumed_ranks,
     )
     return Request(inputs, diagnostics, unread)
 
@@ -214,6 +216,21 @@ def _ranks(options: Options, run: DescribedRun, where: str) -> int:
     given = "gpus" in options or "nodes" in options
     ranks = (options.get("gpus") or 1) * (options.get("nodes") or 1) if given else None
     return ranks_of(run, ranks, where, "--gpus 8")
+
+
+def _assumed_ranks(
+    options: Options, run: DescribedRun | None, settings: FsdpSettings, cluster: Cluster
+) -> Iterator[Literal["processes", "nodes"]]:
+    """Yield what neither the file of a plan nor an option says of its ranks.
+
+    accelerate's own formats are for one machine unless they say otherwise.
+    """
+    if options.keys() & {"clusters", "gpus"} or (run is None and "config" not in options):
+        return
+    if (run.processes if run is not None else settings.num_processes) is None:
+        yield "processes"
+    if run is not None and run.nodes is None and "nodes" not in options and cluster.world_size > 1:
+        yield "nodes"
 
 
 def _assumed(options: Options, recipe: Recipe, settings: FsdpSettings) -> tuple[Assumption, ...]:

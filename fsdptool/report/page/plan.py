@@ -104,8 +104,7 @@ def _head(plan: Plan, candidate: Candidate) -> str:
         for name, value, note in figures
     )
     parameters = f"{model.parameters:,} parameters" if model.parameters else ""
-    size = words.assumed_size(plan.sample)
-    at = f", at {escape(size)} (assumed)" if size else ""
+    at = escape(words.assumptions(plan))
     reading = (*words.described(plan), *words.unread(plan), *words.loop(plan), *words.shortfall(plan))
     settings = [words.dtypes(plan), words.compilation(candidate), words.fused_loss(candidate)]
     lora = plan.inputs.recipe.method.lora if plan.details.adapter else None
