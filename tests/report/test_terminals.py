@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,8 @@ def test_the_summary_of_a_run(shown: Any) -> None:
         )
         text = closing_text(summary, "runs/main_job", [5.0, 4.0])
         assert max(map(len, text.splitlines())) <= 110
+        single = closing_text(replace(summary, steps=1, world_size=1), "runs/main_job", [5.0])
+        assert single.splitlines()[0].endswith(": 1 step on 1 rank")
         shown(lambda text=text: print_lines(text))
 
 

@@ -176,7 +176,11 @@ def _loss_text(value: float | None) -> str:
 
 def closing_text(summary: Summary, folder: str, losses: list[float | None]) -> str:
     """Return the closing summary."""
-    lines = [f"{summary.status}: {summary.steps} steps on {summary.world_size} ranks"]
+    steps, ranks = (
+        f"{number} {word}{'' if number == 1 else 's'}"
+        for number, word in ((summary.steps, "step"), (summary.world_size, "rank"))
+    )
+    lines = [f"{summary.status}: {steps} on {ranks}"]
     proof = summary.sharding_proof
     if proof:
         lines.append(f"  sharding     {proof_text(proof)}")
