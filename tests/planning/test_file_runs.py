@@ -700,3 +700,17 @@ def test_adapters_of_experts_are_planned_without_dropout(tmp_path: Path) -> None
     named = replace(described, lora_targets=("q_proj", "v_proj"))
     lora = file_run(named, str(config), "run.yaml", 1).recipe.method.lora
     assert lora is not None and lora.dropout == 0.1
+
+
+def test_rows_are_planned_whole_where_their_parts_cannot_be(model: str, tmp_path: Path) -> None:
+    """Context parallelism is planned of plain text only: of sinks, pictures and states, a bound is."""
+    path = tmp_path / "train.yaml"
+    path.write_text(f"{AXOLOTL}context_parallel_size: 2\n")
+    described = read_file_run(str(path))
+    assert described is not None and described.mesh.cp == 2
+    assert file_run(described, model, "train.yaml", 4).settings.mesh.cp == 2
+    whole = file_run(described, "gpt-oss:20b", "train.yaml", 4)
+    assert whole.settings.mesh.cp == 1
+    assert [item.side for item in whole.limits if item.what.startswith("rows in 2 parts")] == ["less"]
+    given = file_run(described, "gpt-oss:20b", "train.yaml", 4, decided=("cp",))
+    assert not any(item.what.startswith("rows in") for item in given.limits)

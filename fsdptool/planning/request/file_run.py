@@ -276,6 +276,10 @@ def file_run(
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
+    if (run.mesh.cp or 1) > 1 and "cp" not in decided and not _splits_rows(choice):
+        what = f"rows in {run.mesh.cp} parts, which are not planned of this model: whole rows are"
+        limits.append(PlanLimit(what, "less", passing=True))
+        run = replace(run, mesh=replace(run.mesh, cp=1))
     length = run.sequence_length if not {"sequence_length", "lengths"} & {*decided} else None
     if length is not None and run.packing is False and not run.full_rows:
         # Samples are cut at this length, and padded to the longest of their batch.
@@ -289,6 +293,17 @@ def file_run(
         # The library's own list may name the embeddings, which FSDP cannot wrap and nothing here shards.
         settings = replace(settings, wrap_classes=layer_classes_of(run.family) or ())
     return FileRun(recipe, settings, cast("Options", options), tuple(limits))
+
+
+def _splits_rows(choice: ModelChoice) -> bool:
+    """Whether context parallelism of a model is planned: of plain text, by attention without sinks."""
+    from fsdptool.source import resolve_choice
+
+    config = resolve_choice(choice).config
+    layers = config.get("layer_types") or ()
+    other = any(str(kind) not in ("full_attention", "sliding_attention") for kind in layers)
+    seen = {"vision_config", "audio_config"} & config.keys()
+    return not (seen or other or config.get("model_type") == "gpt_oss")
 
 
 def _with_head(run: DescribedRun, choice: ModelChoice) -> ModelChoice:
