@@ -276,10 +276,7 @@ def file_run(
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
-    if (run.mesh.cp or 1) > 1 and "cp" not in decided and not _splits_rows(choice):
-        what = f"rows in {run.mesh.cp} parts, which are not planned of this model: whole rows are"
-        limits.append(PlanLimit(what, "less", passing=True))
-        run = replace(run, mesh=replace(run.mesh, cp=1))
+    run = _with_whole_rows(run, choice, limits, decided)
     length = run.sequence_length if not {"sequence_length", "lengths"} & {*decided} else None
     if length is not None and run.packing is False and not run.full_rows:
         # Samples are cut at this length, and padded to the longest of their batch.
@@ -293,6 +290,17 @@ def file_run(
         # The library's own list may name the embeddings, which FSDP cannot wrap and nothing here shards.
         settings = replace(settings, wrap_classes=layer_classes_of(run.family) or ())
     return FileRun(recipe, settings, cast("Options", options), tuple(limits))
+
+
+def _with_whole_rows(
+    run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit], decided: Collection[str]
+) -> DescribedRun:
+    """Return a run without context parallelism where that is not planned of its model: an upper bound."""
+    if (run.mesh.cp or 1) == 1 or "cp" in decided or _splits_rows(choice):
+        return run
+    what = f"rows in {run.mesh.cp} parts, which are not planned of this model: whole rows are"
+    limits.append(PlanLimit(what, "less", passing=True))
+    return replace(run, mesh=replace(run.mesh, cp=1))
 
 
 def _splits_rows(choice: ModelChoice) -> bool:
