@@ -103,7 +103,7 @@ def test_ranks_of_divided_layers_send_a_part_of_their_tokens_each(model: str) ->
 
 def check_counts(told: list[str]) -> None:
     """Check that all parts of a search are counted together: the total is what there may be at most."""
-    found = [re.match(r"evaluated (\d+) of (up to )?(\d+) configurations", line) for line in told]
+    found = [re.search(r"evaluated (\d+) of (up to )?(\d+) configurations", line) for line in told]
     steps = [(int(match[1]), bool(match[2]), int(match[3])) for match in found if match]
     totals = [total for *_, total in steps]
     assert [number for number, *_ in steps] == list(range(1, len(steps) + 1))
