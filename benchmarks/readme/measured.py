@@ -64,7 +64,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     )
     others = [abs(row["difference"]) for row in _read("memory_other_programs")["rows"].values()]
     yield (
-        "error of the peak planned from files of other programs (Trainer, TRL's SFT and DPO, torchtune), one"
+        "error of the peak planned from files of other programs (Trainer, TRL, torchtune), one"
         f" and two processes, {len(others)} settings",
         f"median {statistics.median(others):.2%}, maximum {max(others):.2%}".replace("%", " %"),
         "memory_other_programs",
