@@ -69,6 +69,13 @@ def rows() -> Iterator[tuple[str, str, str]]:
         f"median {statistics.median(others):.2%}, maximum {max(others):.2%}".replace("%", " %"),
         "memory_other_programs",
     )
+    scripts = [abs(row["difference"]) for row in _read("memory_own_scripts")["rows"].values()]
+    yield (
+        "the same for hand-written training loops (`fully_shard`, DDP, accelerate, autocast), one and two"
+        f" processes, {len(scripts)} settings",
+        f"median {statistics.median(scripts):.2%}, maximum {max(scripts):.2%}".replace("%", " %"),
+        "memory_own_scripts",
+    )
     oracle = _read("memory_oracle")["rows"].values()
     differences = [abs(row["error_percent"]) for row in oracle if row.get("error_percent") is not None]
     yield (

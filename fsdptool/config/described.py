@@ -177,12 +177,11 @@ def _facts(run: DescribedRun) -> dict[str, Any]:
 
 def _as_published(run: DescribedRun) -> DescribedRun:
     """Return a run with the dtype of its checkpoint, which is fp32."""
-    base, stored, reduced = (
-        "fp32" if word == "checkpoint" else word
-        for word in (run.base_dtype, run.stored_dtype, run.reduce_dtype)
-    )
-    bits = run.optimizer_state_bits or state_bits(run.optimizer, stored)
-    return replace(run, base_dtype=base, stored_dtype=stored, reduce_dtype=reduced, optimizer_state_bits=bits)
+    names = ("base_dtype", "stored_dtype", "compute_dtype", "reduce_dtype")
+    dtypes: dict[str, Any] = {name: "fp32" for name in names if getattr(run, name) == "checkpoint"}
+    run = replace(run, **dtypes)
+    bits = run.optimizer_state_bits or state_bits(run.optimizer, run.stored_dtype)
+    return replace(run, optimizer_state_bits=bits)
 
 
 def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:

@@ -339,8 +339,7 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
     cast = dtype_word(read.text("autocast"))
     adapter = _adapter(read)
     stored = "fp32" if adapter["method"] != "full" else base
-    as_stored = "bf16" if base == "checkpoint" else base
-    compute = given or mixed or cast or as_stored
+    compute = given or mixed or cast or base
     if mixed is not None and script.fsdp != "none":
         stored, reduced = ("fp32" if mixed != "fp32" else stored), reduced or mixed
     micro = read.whole("batch_size")
@@ -375,6 +374,9 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
         "compile": read.flag("torch_compile"),
         "processes": script.processes,
         "nodes": script.nodes,
+        "momentum": read.number("momentum"),
+        "loss_in_forward": script.loss_in_forward,
+        "keeps_logits": script.keeps_logits,
         "steps": steps if steps is not None and steps > 0 else None,
         "epochs": read.number("num_train_epochs"),
         "mesh": mesh,

@@ -166,7 +166,7 @@ def _same(name: str, wanted: object, got: object) -> bool:
         return name not in _OPEN
     if name == "optimizer":
         return optimizer_word(str(wanted)) == optimizer_word(str(got))
-    if name in ("base_dtype", "stored_dtype", "reduce_dtype"):
+    if name in ("base_dtype", "stored_dtype", "compute_dtype", "reduce_dtype"):
         # The checkpoints of models are stored in 16 bits, where nothing else is known of them.
         return {wanted, got} == {"checkpoint", "bf16"}
     if name == "attention":

@@ -154,11 +154,14 @@ class DescribedRun:
         optimizer_state_bits: Bits of an element of an optimizer state.
         optimizer_masters: What the optimizer adds to weights of 16 bits: a copy in fp32 (``whole``), or the
             16 bits that such a copy has beyond them (``remainders``); ``none`` where it updates them alone.
+        momentum: Momentum of SGD, which keeps a state for it.
         gradient_checkpointing: What is recomputed in backward; ``offload`` keeps the inputs in host memory.
         activation_offloading: Whether activations are kept in host memory between forward and backward.
         attention: Attention implementation.
         ema: Whether the device holds an exponential moving average of the trained parameters.
         fused_loss: Whether logits are kept whole (``none``), or the loss is fused or computed in chunks.
+        loss_in_forward: Whether the model computes the loss from its labels, or the loop from the logits.
+        keeps_logits: Whether the loop holds what the model returned until backward ends.
         fused_kernels: Which kernels of its blocks are fused, by the names of ``plan --assume``: they change
             the time of a step.
         compile: Whether ``torch.compile`` is used.
@@ -210,11 +213,14 @@ class DescribedRun:
     optimizer: str | None = None
     optimizer_state_bits: int | None = None
     optimizer_masters: Masters | None = None
+    momentum: float | None = None
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None
     activation_offloading: bool | None = None
     attention: str | None = None
     ema: bool | None = None
     fused_loss: Literal["none", "liger", "cce", "chunked"] | None = None
+    loss_in_forward: bool | None = None
+    keeps_logits: bool | None = None
     fused_kernels: tuple[str, ...] = ()
     compile: bool | None = None
     compiled_loss: bool | None = None
@@ -241,7 +247,7 @@ LIGER_KERNELS = ("fused_glu", "fused_norm", "fused_rope")
 NOT_FACTS = frozenset(
     {
         "program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning",
-        "fused_kernels", "nodes",
+        "fused_kernels", "nodes", "momentum", "loss_in_forward", "keeps_logits",
     }
 )  # fmt: skip
-"""Members of a described run that say nothing of its memory."""
+"""Members of a described run that say nothing of its memory, or that only scripts say."""

@@ -337,6 +337,7 @@ class TrainingLoop:
     Attributes:
         loading: How it fills the model on GPUs; None: as the program of the planned layout does.
         keeps_logits: Whether it holds the whole fp32 logits until backward ends; fsdptool's loss frees them.
+        keeps_outputs: Whether it holds the logits until then in the dtype in which the model returns them.
         assumed: What else it does, in time only: planned, and never trained by fsdptool.
         program: Whose loop it is (``fsdptool``, ``accelerate``, ``trainer``, ...).
         loss_in_forward: Whether the model's own forward computes the loss (``labels=``): FSDP's root then
@@ -357,6 +358,7 @@ class TrainingLoop:
 
     loading: Loading | None = None
     keeps_logits: bool = False
+    keeps_outputs: bool = False
     assumed: tuple[Assumption, ...] = ()
     program: str = "fsdptool"
     loss_in_forward: bool = False

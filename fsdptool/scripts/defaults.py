@@ -94,6 +94,10 @@ class RunInterpreter(Interpreter):
         """Return the values that names, fields and arguments of this name held."""
         return self._held.get(name, [])
 
+    def holds(self, values: Sequence[Value]) -> bool:
+        """Say whether a name ever stood for one of these values."""
+        return any(value is one for held in self._held.values() for value, _ in held for one in values)
+
     def _hold(self, name: object, value: Value, node: ast.AST | None) -> None:
         if isinstance(name, str):
             options = [

@@ -69,6 +69,8 @@ class ScriptRun:
         classes: Classes that are to be units.
         processes: Ranks that it starts itself, or None.
         nodes: Machines that it says they are on, or None.
+        loss_in_forward: Whether the model computes the loss, or the loop from logits; None: not known.
+        keeps_logits: Whether a name holds what the model returned during backward; None: not known.
         problems: What cannot be read, beside the settings.
     """
 
@@ -81,6 +83,8 @@ class ScriptRun:
     classes: tuple[NamedClass, ...] = ()
     processes: int | None = None
     nodes: int | None = None
+    loss_in_forward: bool | None = None
+    keeps_logits: bool | None = None
     problems: list[str] = field(default_factory=list)
 
 

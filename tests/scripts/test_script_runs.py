@@ -640,3 +640,45 @@ def test_peft_prepares_a_quantised_model_to_be_recomputed() -> None:
     assert described(prepared).gradient_checkpointing == "full"
     told = prepared.replace("training(model)", "training(model, use_gradient_checkpointing=False)")
     assert described(told).gradient_checkpointing == "none"
+
+
+HELD = """
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for batch in loader:
+STATEMENTS
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "inside", "held"),
+    [
+        ("    loss = model(**batch).loss", True, False),
+        ("    outputs = model(**batch)\n    loss = outputs.loss", True, True),
+        ("    logits = model(batch).logits\n    loss = F.cross_entropy(logits, batch)", False, True),
+        ("    loss = F.cross_entropy(model(batch).logits, batch)", False, False),
+    ],
+)
+def test_who_computes_the_loss_and_what_a_name_holds(statements: str, inside: bool, held: bool) -> None:
+    run = described(HELD.replace("STATEMENTS", statements))
+    assert (run.loss_in_forward, run.keeps_logits, run.momentum) == (inside, held, 0.9)
+    given = file_run(run, "qwen3:0.6b", "train.py", 8, decided=("sequence_length", "micro_batch"))
+    assert given.recipe.optimizer.momentum == 0.9
+    assert given.options["loss_in_forward"] is inside
+    # Without a dtype, products are in that of the checkpoint.
+    assert (run.base_dtype, run.compute_dtype) == ("checkpoint", "checkpoint")
+
+
+def test_a_loop_without_any_sharding_is_a_run() -> None:
+    plain = HELD.replace("STATEMENTS", "    loss = model(**batch).loss").replace("fully_shard", "print")
+    run = described(plain.replace("from torch.distributed.fsdp import print\n", ""))
+    assert (run.fsdp, run.family, run.optimizer) == ("none", "qwen3:0.6b", "SGD")

@@ -151,7 +151,9 @@ def simulate(
     states, device = prepared.states, prepared.rank.device
     grain = device.grain
     ledger = ledger if ledger is not None else Ledger()
-    logits = _wide_logits(trace, grain) if loop.keeps_logits else None
+    logits = (
+        _logits(trace, grain, wide=loop.keeps_logits) if loop.keeps_logits or loop.keeps_outputs else None
+    )
     ranks = prepared.rank.degree * mesh.dp_replicate
     schedule = FsdpSchedule(
         prepared.rank,
@@ -300,8 +302,8 @@ def _distinct_syncs(recipe: Recipe, loop: TrainingLoop) -> list[GradientSync]:
     return [*earlier[: 2 if unsharded else 1], last]
 
 
-def _wide_logits(trace: Trace, grain: int) -> Block | None:
-    """Return the largest output of the model in fp32, as ``logits.float()`` makes it.
+def _logits(trace: Trace, grain: int, *, wide: bool) -> Block | None:
+    """Return the largest output of the model, or its copy in fp32, as ``logits.float()`` makes it.
 
     Pipeline stages before the last one make none.
     """
@@ -313,7 +315,7 @@ def _wide_logits(trace: Trace, grain: int) -> Block | None:
     ]
     if not outputs:
         return None
-    size = max(outputs) * 4 // WIDTH.get(trace.compute_dtype, 4)
+    size = max(outputs) * 4 // WIDTH.get(trace.compute_dtype, 4) if wide else max(outputs)
     return Block(LOSS, rounded(size, grain), (size,))
 
 

@@ -257,17 +257,7 @@ def file_run(
     if recipe.objective.name is not None and not _offered(recipe):
         limits.append(PlanLimit(f"{run.objective}, which is not known of this model's family", "more"))
         recipe = replace(recipe, objective=Objective(), method=_without_reference(recipe.method))
-    options: dict[str, Any] = {}
-    if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
-        compiled = run.compiled_loss and run.fused_loss == "none"
-        options["loss"] = "compiled" if compiled else _LOSSES.get(run.fused_loss, run.fused_loss)
-    if run.fused_kernels:
-        options["assume"] = run.fused_kernels
-    stored = TORCH_DTYPES.get(run.stored_dtype or "")
-    if recipe.method.name == "lora" and stored in ("bfloat16", "float16"):
-        options["adapter_dtype"] = stored
-    if (run.mesh.pp or 1) > 1:
-        options["pp"] = run.mesh.pp
+    options = _loop_options(run, recipe)
     if run.activation_offloading:
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
     if run.optimizer_masters is not None and recipe.method.name == "full" and "optimizer" not in decided:
@@ -391,7 +381,7 @@ def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> Describ
     """
     from fsdptool.source import resolve_choice
 
-    names = ("base_dtype", "stored_dtype", "reduce_dtype")
+    names = ("base_dtype", "stored_dtype", "compute_dtype", "reduce_dtype")
     open_names = [name for name in names if getattr(run, name) == "checkpoint"]
     if not open_names:
         return run
@@ -580,6 +570,24 @@ def _batch(run: DescribedRun, ranks: int, limits: list[PlanLimit], decided: Coll
     return replace(batch, global_batch=total)
 
 
+def _loop_options(run: DescribedRun, recipe: Recipe) -> dict[str, Any]:
+    """Return the options of a plan that say what the program's loop does, beside those of the recipe."""
+    options: dict[str, Any] = {}
+    if run.fused_loss is not None and run.objective in TOKEN_OBJECTIVES:
+        compiled = run.compiled_loss and run.fused_loss == "none"
+        options["loss"] = "compiled" if compiled else _LOSSES.get(run.fused_loss, run.fused_loss)
+    if run.loss_in_forward is not None:
+        options["loss_in_forward"] = run.loss_in_forward
+    if run.fused_kernels:
+        options["assume"] = run.fused_kernels
+    stored = TORCH_DTYPES.get(run.stored_dtype or "")
+    if recipe.method.name == "lora" and stored in ("bfloat16", "float16"):
+        options["adapter_dtype"] = stored
+    if (run.mesh.pp or 1) > 1:
+        options["pp"] = run.mesh.pp
+    return options
+
+
 def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool, decided: Collection[str]) -> Optimizer:
     if run.optimizer is None:
         if "optimizer" not in decided:
@@ -598,7 +606,8 @@ def _optimizer(run: DescribedRun, limits: list[PlanLimit], cpu: bool, decided: C
             limits.append(PlanLimit(f"optimizer {run.optimizer}: AdamW is planned", side))
     # torch's own default (2.13, ``optim/optimizer.py:_default_to_fused_or_foreach``).
     implementation = "for_loop" if cpu and known[1] == "foreach" else known[1]
-    return Optimizer(name=cast("Any", known[0]), implementation=cast("Any", implementation))
+    momentum = run.momentum if known[0] == "sgd" and run.momentum and 0 < run.momentum < 1 else 0.0
+    return Optimizer(cast("Any", known[0]), momentum=momentum, implementation=cast("Any", implementation))
 
 
 def _sharding(run: DescribedRun) -> Sharding:

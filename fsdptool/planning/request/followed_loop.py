@@ -79,13 +79,16 @@ def _program(options: Options, reading: Reading | None) -> str:
     return "accelerate" if options.get("layout") == "accelerate" else OWN
 
 
-def training_loop(followed: Followed, mixed: bool, *, version: int = 2) -> TrainingLoop:
+def training_loop(
+    followed: Followed, mixed: bool, *, version: int = 2, outputs: bool | None = None
+) -> TrainingLoop:
     """Return what the plan assumes of the loop; options say it differently.
 
     Args:
         followed: The loop.
         mixed: Whether the run has mixed precision.
         version: Of FSDP. The first gathers all that is outside the blocks at once.
+        outputs: Whether it holds what the model returned until backward ends; None: that is not known.
     """
     options, does = followed.options, followed.does
     loss, inside = options.get("loss"), options.get("loss_in_forward")
@@ -95,6 +98,7 @@ def training_loop(followed: Followed, mixed: bool, *, version: int = 2) -> Train
     return TrainingLoop(
         loading=cast("Loading | None", options.get("loading")),
         keeps_logits=loss == "kept",
+        keeps_outputs=bool(outputs) and loss in (None, "whole"),
         program=followed.program,
         loss_in_forward=inside,
         own_loss=loss == "model",
@@ -105,14 +109,15 @@ def training_loop(followed: Followed, mixed: bool, *, version: int = 2) -> Train
         adapter_dtype=cast("AdapterDtype | None", options.get("adapter_dtype")),
         marks_last=does is None or does.marks_last,
         wraps_adapters=does is not None and does.wraps_adapters and version == 2,
-        not_planned=_open(does, loss, mixed) if does is not None else (),
+        not_planned=_open(does, loss, mixed, outputs is not None) if does is not None else (),
     )
 
 
-def _open(does: ProgramLoop, loss: str | None, mixed: bool) -> tuple[NotPlanned, ...]:
+def _open(does: ProgramLoop, loss: str | None, mixed: bool, outputs: bool) -> tuple[NotPlanned, ...]:
     """Return what is open, less what the options or the precision decide."""
     decided = {"autocast": not mixed, "stored_dtype": mixed}
     decided |= dict.fromkeys(("outputs", "fused_loss", "whole_loss"), loss is not None)
+    decided["outputs"] = decided["outputs"] or outputs
     return tuple(name for name in does.not_planned if not decided.get(name, False))
 
 

@@ -107,7 +107,8 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
     if pipeline.ranks > 1:
         search = "none"
     version = 1 if described is not None and described.fsdp == 1 else 2
-    loop = training_loop(followed, settings.mixed_precision != "no", version=version)
+    outputs = described.keeps_logits if described is not None else None
+    loop = training_loop(followed, settings.mixed_precision != "no", version=version, outputs=outputs)
     inputs = PlanInputs(
         recipe=recipe,
         settings=settings,
