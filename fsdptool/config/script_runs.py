@@ -28,7 +28,7 @@ from fsdptool.config.dialects.trainer.run_keys import KEYS as TRAINER
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.records.diagnostic import EffectiveSetting
-from fsdptool.scripts.models import RECOMPUTED_BY_UNSLOTH
+from fsdptool.scripts.models import PARTS_OF_UNSLOTH, RECOMPUTED_BY_UNSLOTH
 from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
@@ -55,7 +55,8 @@ _MEMORY: Mapping[str, Literal["less", "more"] | None] = {
     "FullyShardedDataParallelPlugin.ignored_modules": None,
     "FullyShardedDataParallelPlugin.min_num_params": None,
     "FullyShardedDataParallelPlugin.activation_checkpointing_offload": "less",
-    "weights.requires_grad": "less",
+    **{f"weights.{name}": "less" for name in ("requires_grad", *PARTS_OF_UNSLOTH)},
+    "Trainer.precision": None, "Fabric.precision": None,
 }  # fmt: skip
 """Arguments of other calls that change memory, and whether a run needs less or more for them."""
 _INERT = (
@@ -249,13 +250,18 @@ def _described(script: ScriptRun, data: Mapping[str, Any], path: str | None, lau
         elif not dot and key != "model class":
             nested[key] = value
     launch = replace(launch, verb=script.objective or "", script="", processes=script.processes)
+    recompute = nested.pop(RECOMPUTED_BY_UNSLOTH, None)
+    run = _of_form(script, nested, path, launch)
+    return _of_unsloth(run, recompute) if RECOMPUTED_BY_UNSLOTH in script.settings else run
+
+
+def _of_form(script: ScriptRun, nested: dict[str, Any], path: str | None, launch: Launch) -> DescribedRun:
+    """Return the run of settings as the loop decides it that the script starts."""
     if script.form == "trl":
         from fsdptool.config.dialects.trl.run import describe
 
         nested.pop("padding", None)
-        recompute = nested.pop(RECOMPUTED_BY_UNSLOTH, None)
-        run = describe(RunFile(nested, launch, path))
-        return run if recompute is None else _of_unsloth(run, recompute)
+        return describe(RunFile(nested, launch, path))
     read = RunReader(RunFile(nested, launch, path), _table(script))
     model = read.text("model_name_or_path")
     if model is None and script.own_class is not None:
@@ -283,14 +289,15 @@ def _of_unsloth(run: DescribedRun, recompute: object) -> DescribedRun:
     loss holds the logits of one chunk (unsloth 2025.11 ``models/_utils.py``; unsloth-zoo 2025.11
     ``training_utils.py``, ``fused_losses/cross_entropy_loss.py``).
     """
-    how: Literal["none", "full", "offload"] = (
-        "offload" if recompute == "unsloth" else "full" if recompute in (True, "true") else "none"
-    )
+    how: Literal["none", "full", "offload"] | None = None
+    if recompute is not None:
+        how = "offload" if recompute == "unsloth" else "full" if recompute in (True, "true") else "none"
     stored = run.stored_dtype if run.method == "full" else "fp32"
     return replace(
         run,
         gradient_checkpointing=how,
-        fused_loss="chunked",
+        # The forward computes it from labels; trainers of preferences give none.
+        fused_loss="chunked" if run.objective in ("sft", "pretrain") else run.fused_loss,
         stored_dtype=stored,
         optimizer_state_bits=state_bits(run.optimizer, stored),
         keys=replace(

@@ -30,6 +30,7 @@ _REASONS = {
     "full_rows": "samples that are not packed are padded to the longest of a micro-batch",
     "compiled_loss": "the loss is not compiled",
     "nodes": "given at the launch (torchrun --nnodes, accelerate launch --num_machines)",
+    "momentum": "its files set no momentum",
     "optimizer_masters": "the optimizer keeps no masters beside weights of 16 bits",
 }
 """Why programs lack what only one of them has."""
@@ -158,7 +159,7 @@ def _same(name: str, wanted: object, got: object) -> bool:
         return True
     if name == "base_dtype" and got is None:
         return True  # nothing is frozen
-    if name == "lora_dropout" and {wanted, got} == {None, 0.0}:
+    if name in ("lora_dropout", "momentum") and {wanted, got} == {None, 0.0}:
         return True
     if name == "optimizer_masters" and {wanted, got} == {None, "none"}:
         return True

@@ -247,7 +247,7 @@ LIGER_KERNELS = ("fused_glu", "fused_norm", "fused_rope")
 NOT_FACTS = frozenset(
     {
         "program", "program_version", "keys", "defaults", "notes", "problems", "unresolved", "learning",
-        "fused_kernels", "nodes", "momentum", "loss_in_forward", "keeps_logits",
+        "fused_kernels", "nodes", "loss_in_forward", "keeps_logits",
     }
 )  # fmt: skip
-"""Members of a described run that say nothing of its memory, or that only scripts say."""
+"""Members of a described run that are not compared: they change no memory, or only a loop has them."""

@@ -94,9 +94,19 @@ class RunInterpreter(Interpreter):
         """Return the values that names, fields and arguments of this name held."""
         return self._held.get(name, [])
 
-    def holds(self, values: Sequence[Value]) -> bool:
-        """Say whether a name ever stood for one of these values."""
-        return any(value is one for held in self._held.values() for value, _ in held for one in values)
+    def holders(self, values: Sequence[Value]) -> Iterator[tuple[str, list[tuple[Value, ast.AST | None]]]]:
+        """Yield each name that ever stood for one of these values, with all that it stood for."""
+        for name, held in self._held.items():
+            if any(value is one for value, _ in held for one in values):
+                yield name, held
+
+    def unpacks(self, value: Value) -> bool:
+        """Say whether a name stands for a part of a value that nothing is known of."""
+        return any(
+            isinstance(item, Thing) and item.kind == "unknown" and any(one is value for one in item.sources)
+            for held in self._held.values()
+            for item, _ in held
+        )
 
     def _hold(self, name: object, value: Value, node: ast.AST | None) -> None:
         if isinstance(name, str):
@@ -174,7 +184,8 @@ class RunInterpreter(Interpreter):
     ) -> Value | None:
         """Follow the methods of a module that ``fit`` calls, and return what ``setup`` gives back."""
         if name.startswith("setup"):
-            return args[0] if len(args) == 1 else Items(list(args))
+            given = [*args, *keywords.values()]
+            return given[0] if len(given) == 1 else Items(given)
         for made in (*args, *keywords.values()) if name == "fit" else ():
             owner = made.owner if isinstance(made, Thing) else None
             for method in ("configure_model", "configure_optimizers", "train_dataloader"):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fsdptool.scripts.facts import FSDP1, HARMLESS, above, belongs, text, unwrapped
 from fsdptool.scripts.names import UNSLOTH
 from fsdptool.scripts.settings import SettingsReader, plain_value
-from fsdptool.scripts.values import Choice, Const, Thing, Value, flat, is_constant, made_by
+from fsdptool.scripts.values import Choice, Const, Event, Thing, Value, flat, is_constant, made_by
 
 _QUANTISATION = {
     "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit",
@@ -27,6 +27,13 @@ LOADING = {"dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "att
 
 _LOADS_MODEL = re.compile(r"(Model|LM|LMHeadModel|For[A-Z]\w+|Model\w*Projection)$")
 """Classes of transformers that load a model: no tokenizer, no configuration."""
+_RUNS = ("generate", "forward")
+_ORDINALS = {2: "second", 3: "third", 4: "fourth"}
+PARTS_OF_UNSLOTH = (
+    "finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules",
+    "finetune_mlp_modules",
+)  # fmt: skip
+"""Arguments of unsloth that leave adapters out of a part of the model."""
 _NOT_4BIT = ("load_in_8bit", "load_in_16bit", "full_finetuning", "load_in_fp8")
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RECOMPUTED_BY_UNSLOTH = "use_gradient_checkpointing"
@@ -165,7 +172,10 @@ class ModelReader(SettingsReader):
         recompute = value.keywords.get("use_gradient_checkpointing") or Const("unsloth")
         at = places.get("use_gradient_checkpointing", value.node)
         self.put(RECOMPUTED_BY_UNSLOTH, recompute, at, "use_gradient_checkpointing")
-        taken = (*_LORA, "use_gradient_checkpointing", "max_seq_length")
+        for name in PARTS_OF_UNSLOTH:
+            if is_constant(value.keywords.get(name), False):
+                self.say(f"weights.{name}", "false", places.get(name, value.node), name)
+        taken = (*_LORA, "use_gradient_checkpointing", "max_seq_length", *PARTS_OF_UNSLOTH)
         self.rest(self.event_of(value) or value, "get_peft_model", taken)
 
     def _configured(self, config: Value | None, value: Thing, kind: str) -> None:
@@ -253,19 +263,24 @@ class ModelReader(SettingsReader):
             for event in self.facts.of_kind("method")
             if event.name == "freeze" or event.name.startswith("freeze_")
         ]
-        for event, value in switched:
+        frozen: tuple[Event, Value] | None = None
+        for event, value in sorted(switched, key=lambda pair: pair[0].order):
             if value is None or is_constant(value, True):
-                continue
-            if any(belongs(item, root) for item in flat(event.target) if item is not None):
-                self.say("weights.requires_grad", "false", event.node, "requires_grad")
+                frozen = None if event.target is root else frozen
+            elif any(belongs(item, root) for item in flat(event.target) if item is not None):
+                frozen = frozen or (event, value)
+        if frozen is not None:
+            word = "false" if is_constant(frozen[1], False) else "decided at run time"
+            self.say("weights.requires_grad", word, frozen[0].node, "requires_grad")
 
     def _beside(self, model: Value | None) -> None:
-        """Note the other models that the script runs: a teacher, a reference, an encoder."""
+        """Note the other models that run before the last backward: a teacher, a reference, an encoder."""
         seen = [unwrapped(model)] if isinstance(model, Thing) else []
+        last = max((event.order for event in self.facts.methods("backward")), default=-1)
         for event in self.facts.events:
             target = event.target
-            runs = event.kind == "use" or (event.kind == "method" and event.name not in HARMLESS)
-            if not runs or not isinstance(target, Thing):
+            runs = event.kind == "method" and (event.name not in HARMLESS or event.name in _RUNS)
+            if not (runs or event.kind == "use") or event.order > last or not isinstance(target, Thing):
                 continue
             whole = list(above(target))[-1]
             owner, _, made = whole.kind.rpartition(".")
@@ -275,7 +290,8 @@ class ModelReader(SettingsReader):
                 seen.append(whole)
                 known, name = plain_value(whole.args[0] if whole.args else None)
                 told = str(name) if known and isinstance(name, str) else owner
-                self.say(f"beside.{len(seen)}", told, whole.node, told)
+                number = _ORDINALS.get(len(seen), f"{len(seen)}th")
+                self.say(f"beside.{len(seen)}", told, whole.node, f"{number} model")
 
     def _objective(self) -> str | None:
         named = self.run.settings.get("model class")

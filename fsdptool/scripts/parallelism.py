@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from math import prod
 
 from fsdptool.scripts.facts import FSDP1
@@ -20,6 +21,7 @@ from fsdptool.scripts.values import (
     is_constant,
     made_by,
 )
+from fsdptool.spelling import integer
 
 _OF_MESH = {
     "dp_replicate": "dp_replicate", "replicate": "dp_replicate", "dp_shard": "dp_shard", "shard": "dp_shard",
@@ -34,6 +36,20 @@ _PLUGIN = (
     "fsdp_version", "reshard_after_forward", "activation_checkpointing", "cpu_offload", "sharding_strategy",
     "transformer_cls_names_to_wrap", "auto_wrap_policy",
 )  # fmt: skip
+
+_STRATEGY = (
+    "auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing", "cpu_offload",
+    "mixed_precision", "sharding_strategy", "device_mesh", "data_parallel_size", "tensor_parallel_size",
+)  # fmt: skip
+_MOST_DEVICES = 100_000
+
+
+def _devices(given: object) -> int | None:
+    """Return how many devices ``devices`` names; None where Lightning takes all that there are."""
+    if isinstance(given, str) and "," in given:
+        given = [word for word in given.split(",") if word.strip()]
+    count = len(given) if isinstance(given, list) else integer(given)
+    return count if count is not None and 0 < count <= _MOST_DEVICES else None
 
 
 class ParallelismReader(ModelReader):
@@ -69,13 +85,12 @@ class ParallelismReader(ModelReader):
             self._strategy_of_lightning(made, named)
         self._precision_of_lightning(event, kind)
         given = event.keywords
-        counts = [
-            plain_value(item)[1] for item in (given.get("devices", given.get("gpus")), given.get("num_nodes"))
-        ]
-        devices = len(counts[0]) if isinstance(counts[0], list) else counts[0]
-        nodes = 1 if counts[1] is None else counts[1]
-        if isinstance(nodes, int) and isinstance(devices, int | str) and str(devices).isdecimal():
-            self.run.processes, self.run.nodes = int(devices) * nodes, nodes
+        devices = _devices(plain_value(given.get("devices", given.get("gpus")))[1])
+        nodes = 1 if "num_nodes" not in given else _devices(plain_value(given["num_nodes"])[1])
+        if devices is not None and nodes is not None:
+            self.run.processes, self.run.nodes = devices * nodes, nodes
+        if named == "ModelParallelStrategy" and made is not None:
+            self._sizes_of_lightning(made, {"data_parallel_size": nodes, "tensor_parallel_size": devices})
         self.rest(event, kind, (*_LIGHTNING, "strategy", "precision", "devices", "gpus", "num_nodes"))
 
     def _strategy_of_lightning(self, made: Thing, named: str) -> None:
@@ -95,10 +110,31 @@ class ParallelismReader(ModelReader):
             self._offload(offload, places.get("cpu_offload", made.node), named)
         self._precision(given.get("mixed_precision"), "MixedPrecision")
         self._strategy(given.get("sharding_strategy"), places.get("sharding_strategy", made.node), named)
-        self.put("mesh.tp", given.get("tensor_parallel_size"), made.node, f"{named}.tensor_parallel_size")
+        mesh = given.get("device_mesh")
+        if isinstance(mesh, Items) and len(mesh.values) == 2:
+            for name, size in zip(("dp_replicate", "dp_shard"), mesh.values, strict=True):
+                self.put(f"mesh.{name}", size, places.get("device_mesh", made.node), f"{named}.device_mesh")
+        elif mesh is not None and not is_constant(mesh, None):
+            self.put("fsdp_plugin", mesh, places.get("device_mesh", made.node), f"{named}.device_mesh")
+        self.rest(self.event_of(made) or made, named, _STRATEGY)
+
+    def _sizes_of_lightning(self, made: Thing, sizes: Mapping[str, int | None]) -> None:
+        """Read the mesh of ``ModelParallelStrategy``: by default a node is one tensor-parallel group.
+
+        Source: Lightning 2.6 ``pytorch/strategies/model_parallel.py`` (``setup_environment``).
+        """
+        for (name, size), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
+            given: Value | None = made.keywords.get(name)
+            if given is None or is_constant(given, "auto"):
+                given = Const(size) if size is not None else Thing("unknown", node=made.node)
+            self.put(f"mesh.{axis}", given, made.node, f"ModelParallelStrategy.{name}")
 
     def _precision_of_lightning(self, event: Event, kind: str) -> None:
-        """Read ``precision``: ``bf16-mixed`` is autocast, ``bf16-true`` casts the weights, too."""
+        """Read ``precision``: ``bf16-mixed`` is autocast, ``bf16-true`` casts the weights, too.
+
+        FSDP casts the weights of ``32-true``, the default, too. Versions before 2.6 gather those of
+        ``bf16-mixed`` in fp32.
+        """
         value, at = event.keywords.get("precision"), event.places.get("precision", event.node)
         known, word = plain_value(value)
         if not known:
@@ -106,7 +142,12 @@ class ParallelismReader(ModelReader):
             return
         dtype, _, how = str(word).partition("-")
         found = {"bf16": "bfloat16", "16": "float16"}.get(dtype)
-        if found is None:
+        if word in (None, 32, "32", "32-true"):
+            if self.run.fsdp != 1:
+                return
+            found, how = "float32", "true"
+        elif found is None:
+            self.put(f"{kind}.precision", value, at, f"{kind}.precision")
             return
         if how == "true":
             self.say("dtype", found, at, f"{kind}.precision")
@@ -155,19 +196,21 @@ class ParallelismReader(ModelReader):
         """Read accelerate's ``ParallelismConfig``; False where it decides what a mesh here does not hold.
 
         Source: accelerate 1.15 ``parallelism_config.py``: a size is 1 unless it is given, and the product
-        is the number of processes.
+        is the number of processes; where all are 1, the launch decides it.
         """
         made = made_by(value, "ParallelismConfig")
         event = self.event_of(made) if made is not None else None
         if made is None or event is None or event.partly or made.args or "sp_size" in made.keywords:
             return False
         sizes = {name: made.keywords.get(f"{name}_size") or Const(1) for name in _AXES}
+        numbers = [plain_value(size)[1] for size in sizes.values()]
+        if any(isinstance(number, int) and number < 1 for number in numbers):
+            return False
         for name, size in sizes.items():
             self.put(
                 f"mesh.{name}", size, event.places.get(f"{name}_size", event.node), f"{made.kind}.{name}_size"
             )
-        numbers = [plain_value(size)[1] for size in sizes.values()]
-        if all(type(number) is int for number in numbers):
+        if all(type(number) is int for number in numbers) and prod(numbers) > 1:
             self.run.processes = prod(numbers)
         taken = {f"{name}_size": "" for name in _AXES}
         self.rest(event, made.kind, taken)

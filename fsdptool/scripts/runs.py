@@ -16,6 +16,7 @@ from fsdptool.scripts.parallelism import ParallelismReader
 from fsdptool.scripts.settings import DTYPES, NamedClass, ScriptRun, Setting, plain_value
 from fsdptool.scripts.state import TooLongError
 from fsdptool.scripts.values import (
+    Condition,
     Const,
     Event,
     Items,
@@ -59,6 +60,7 @@ _AUTOCAST = (
     "torch.amp.autocast_mode.autocast",
 )
 _CHECKPOINTING = ("apply_activation_checkpointing", "checkpoint_wrapper", "torch.utils.checkpoint.checkpoint")
+_NO_GRADIENTS = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 _BEGIN = frozenset({
     *TRAINERS, *ARGUMENTS, "fully_shard", FSDP1, "Accelerator", "FullyShardedDataParallelPlugin",
     "DistributedDataParallel",
@@ -323,22 +325,55 @@ class _Reader(ParallelismReader):
 
     def _loss(self, model: Value | None) -> None:
         """Read who computes the loss, and whether a name holds what the model returned during backward."""
-        backward = next(self.facts.methods("backward"), None)
-        if not isinstance(model, Thing) or self.run.objective != "sft" or backward is None:
+        backward = [*self.facts.methods("backward")]
+        if not isinstance(model, Thing) or self.run.objective != "sft" or not backward:
             return
-        root = unwrapped(model)
+        root, inside = unwrapped(model), set[bool | None]()
         for event in self.facts.of_kind("use"):
             made, called = event.result, event.target
             if not isinstance(called, Thing) or unwrapped(called) is not root or not isinstance(made, Thing):
                 continue
-            if "labels" in event.keywords or "loss" in made.parts:
-                self.run.loss_in_forward = True
-            elif "logits" in made.parts:
-                self.run.loss_in_forward = False
-            if self.run.loss_in_forward is not None and event.stack == backward.stack:
-                outputs = [made, *(made.parts[name] for name in ("logits",) if name in made.parts)]
-                self.run.keeps_logits = self.interpreter.holds(outputs)
-                return
+            apart = any(made_by(item, *_NO_GRADIENTS) for item in event.contexts)
+            if apart or event.order > backward[-1].order:
+                continue
+            by_model = "labels" in event.keywords or "loss" in made.parts
+            inside.add(True if by_model else False if "logits" in made.parts else None)
+            after = next((item for item in backward if item.stack == event.stack), None)
+            if after is not None and self.run.keeps_logits is None:
+                self.run.keeps_logits = self._held(made, after)
+        if inside == {True} or inside == {False}:
+            self.run.loss_in_forward = inside.pop()
+        else:
+            self.run.keeps_logits = None
+
+    def _held(self, made: Thing, backward: Event) -> bool | None:
+        """Say whether a name stands for what a model returned, or its logits, when backward begins.
+
+        None where that cannot be told: it is unpacked, indexed, stored elsewhere, deleted or bound anew.
+        """
+        values = [made, *(made.parts[name] for name in ("logits",) if name in made.parts)]
+        stored = any(
+            value is one for event in self.facts.of_kind("store") for value in event.args for one in values
+        )
+        if stored or self.interpreter.unpacks(made) or made.parts.keys() - {"loss", "logits", "aux_loss"}:
+            return None
+        tree = self.facts.path.tree
+        deleted = {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Delete)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        line = getattr(backward.node, "lineno", 0)
+        found = False
+        for name, bound in self.interpreter.holders(values):
+            others = [node for value, node in bound if all(value is not one for one in values)]
+            first = min((getattr(node, "lineno", 0) for value, node in bound if value in values), default=0)
+            if name in deleted or any(first < getattr(node, "lineno", 0) <= line for node in others):
+                return None
+            found = True
+        return found
 
     def _checkpointing(self) -> None:
         for event in self.facts.of_kind("call"):
@@ -372,12 +407,13 @@ class _Reader(ParallelismReader):
         self._by_name("gradient_accumulation_steps", _ACCUMULATIONS)
         for event in self.facts.methods("step"):
             for guard in event.guards:
-                self._every(guard.test, event)
+                self._every(guard, event)
 
-    def _every(self, test: Value | None, event: Event) -> None:
+    def _every(self, guard: Condition, event: Event) -> None:
         """Read the accumulation of ``if (step + 1) % 8 == 0: optimizer.step()``."""
-        compared = made_by(test, "test")
-        if compared is None or compared.label != "Eq" or not isinstance(event.target, Thing):
+        compared = made_by(guard.test, "test")
+        wanted = "Eq" if guard.branch else "NotEq"
+        if compared is None or compared.label != wanted or not isinstance(event.target, Thing):
             return
         rest = made_by(compared.args[0], "binary")
         if rest is not None and rest.label == "Mod" and event.target.kind.startswith("optim."):

@@ -11,6 +11,7 @@ from fsdptool.cli.app import run as fsdptool
 from fsdptool.config.described import describe_run
 from fsdptool.config.script_classes import absent_classes
 from fsdptool.config.script_runs import script_settings
+from fsdptool.config.translation import translate
 from fsdptool.errors import PlanError
 from fsdptool.files.text import SourceText
 from fsdptool.inspection import inspect
@@ -457,10 +458,14 @@ for step, batch in enumerate(DataLoader(data, batch_size=4, collate_fn=collate))
 def test_a_second_model_that_the_script_runs_is_told() -> None:
     run = described(DISTILLED)
     assert run.family == "qwen2.5:1.5b"
-    assert [(item.key, item.side) for item in run.keys.not_modelled] == [("Qwen/Qwen2.5-7B-Instruct", "more")]
-    assert run.keys.lines["Qwen/Qwen2.5-7B-Instruct"] == 8
-    unused = described(DISTILLED.replace("wanted = teacher(**batch).logits", "wanted = batch['logits']"))
-    assert unused.keys.not_modelled == ()
+    assert [(item.key, item.side) for item in run.keys.not_modelled] == [("second model", "more")]
+    assert run.keys.lines["second model"] == 8
+    unused = DISTILLED.replace("wanted = teacher(**batch).logits", "wanted = batch['logits']")
+    assert described(unused).keys.not_modelled == ()
+    # One that runs after training takes no memory of a step; one that only generates does.
+    assert described(f"{unused}\nteacher(batch)\n").keys.not_modelled == ()
+    generating = described(DISTILLED.replace("teacher(**batch).logits", "teacher.generate(**batch)"))
+    assert [item.key for item in generating.keys.not_modelled] == ["second model"]
 
 
 def test_a_loader_calls_what_makes_its_batches() -> None:
@@ -514,14 +519,14 @@ def test_a_loop_over_a_model_of_diffusers() -> None:
     cast = "unet.to(accelerator.device, dtype=weight_dtype)"
     assert described(DIFFUSION.replace(cast, "")).base_dtype == "fp32"
     # What the launcher decides stays open.
-    left = described(DIFFUSION.replace('mixed_precision="bf16"', "").replace("Accelerator(", "Accelerator("))
+    left = described(DIFFUSION.replace('mixed_precision="bf16"', ""))
     assert left.base_dtype is None and any("weight_dtype" in item for item in left.problems)
 
 
 LIGHTNING = """
 import lightning as L
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -557,8 +562,45 @@ def test_a_module_of_lightning() -> None:
     # Mixed precision of Lightning casts what FSDP gathers and reduces, and no stored weight.
     assert (run.stored_dtype, run.compute_dtype, run.reduce_dtype) == ("bf16", "bf16", "bf16")
     assert not run.unresolved
-    full = described(LIGHTNING.replace("bf16-mixed", "32-true").replace("=torch.bfloat16", "=torch.float32"))
-    assert (full.stored_dtype, full.compute_dtype, full.reduce_dtype) == ("fp32", "fp32", "fp32")
+    # In full precision, the default, FSDP's plugin casts the weights whatever they were loaded in.
+    for full in (
+        LIGHTNING.replace("bf16-mixed", "32-true"),
+        LIGHTNING.replace('precision="bf16-mixed", ', ""),
+    ):
+        run = described(full)
+        assert (run.stored_dtype, run.compute_dtype, run.reduce_dtype) == ("fp32", "fp32", "fp32")
+    odd = described(LIGHTNING.replace("bf16-mixed", "transformer-engine"))
+    assert [(item.key, item.side) for item in odd.keys.not_modelled] == [("Trainer.precision", None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        ('devices="0,1", num_nodes=2', 4),
+        ("devices=[0, 1, 2]", 3),
+        ("devices=-1", None),
+        ('devices="auto"', None),
+        (f'devices="{"9" * 5000}"', None),
+        ("devices=8, num_nodes=True", None),
+    ],
+    ids=["text", "list", "all", "auto", "long", "truth"],
+)
+def test_devices_of_lightning(arguments: str, processes: int | None) -> None:
+    assert described(LIGHTNING.replace("devices=8, num_nodes=2", arguments)).processes == processes
+
+
+def test_the_mesh_of_lightnings_strategies() -> None:
+    run = described(LIGHTNING.replace("strategy=strategy", "strategy=ModelParallelStrategy()"))
+    assert (run.mesh.dp_shard, run.mesh.tp) == (2, 8)  # a node is one tensor-parallel group
+    sized = described(
+        LIGHTNING.replace("strategy=strategy", "strategy=ModelParallelStrategy(8, tensor_parallel_size=2)")
+    )
+    assert sized.mesh.tp == 2
+    hybrid = described(
+        LIGHTNING.replace("auto_wrap_policy=blocks", "device_mesh=(2, 8), limit_all_gathers=True")
+    )
+    assert (hybrid.mesh.dp_replicate, hybrid.mesh.dp_shard) == (2, 8)
+    assert "FSDPStrategy.limit_all_gathers" in hybrid.keys.no_effect
 
 
 @pytest.mark.parametrize(
@@ -627,6 +669,9 @@ def test_a_mesh_of_accelerate() -> None:
     # A size that is decided at run time leaves its axis open, and Ulysses is not planned.
     left = described(ND.replace("dp_shard_size=4", "dp_shard_size=torch.cuda.device_count()"))
     assert (left.mesh.dp_shard, left.mesh.tp, left.processes) == (None, 2, None)
+    for sizes in ("", "dp_shard_size=-1, dp_replicate_size=2", "dp_shard_size=0"):
+        other = described(ND.replace("dp_replicate_size=2, dp_shard_size=4, tp_size=2", sizes))
+        assert other.processes is None
     ulysses = described(ND.replace("tp_size=2", "sp_size=2"))
     assert [item.key for item in ulysses.keys.not_modelled] == ["Accelerator.parallelism_config"]
 
@@ -666,14 +711,26 @@ STATEMENTS
         ("    outputs = model(**batch)\n    loss = outputs.loss", True, True),
         ("    logits = model(batch).logits\n    loss = F.cross_entropy(logits, batch)", False, True),
         ("    loss = F.cross_entropy(model(batch).logits, batch)", False, False),
+        # What a name holds cannot be told.
+        ("    loss, logits = model(input_ids=batch, labels=batch, return_dict=False)", True, None),
+        ("    outputs = model(**batch)\n    loss = outputs.loss\n    del outputs", True, None),
+        ("    loss = model(**batch)\n    loss = loss.loss", True, None),
+        (
+            "    with torch.no_grad():\n        model(**batch).logits\n    loss = model(**batch).loss",
+            True,
+            False,
+        ),
+        ("    F.cross_entropy(model(batch).logits, batch)\n    loss = model(**batch).loss", None, None),
     ],
 )
-def test_who_computes_the_loss_and_what_a_name_holds(statements: str, inside: bool, held: bool) -> None:
+def test_who_computes_the_loss_and_what_a_name_holds(
+    statements: str, inside: bool | None, held: bool | None
+) -> None:
     run = described(HELD.replace("STATEMENTS", statements))
     assert (run.loss_in_forward, run.keeps_logits, run.momentum) == (inside, held, 0.9)
     given = file_run(run, "qwen3:0.6b", "train.py", 8, decided=("sequence_length", "micro_batch"))
     assert given.recipe.optimizer.momentum == 0.9
-    assert given.options["loss_in_forward"] is inside
+    assert given.options.get("loss_in_forward") is inside
     # Without a dtype, products are in that of the checkpoint.
     assert (run.base_dtype, run.compute_dtype) == ("checkpoint", "checkpoint")
 
@@ -682,3 +739,32 @@ def test_a_loop_without_any_sharding_is_a_run() -> None:
     plain = HELD.replace("STATEMENTS", "    loss = model(**batch).loss").replace("fully_shard", "print")
     run = described(plain.replace("from torch.distributed.fsdp import print\n", ""))
     assert (run.fsdp, run.family, run.optimizer) == ("none", "qwen3:0.6b", "SGD")
+
+
+def test_only_the_branch_that_updates_says_the_accumulation() -> None:
+    told = "    if (step + 1) % 8 == 0:\n        optimizer.step()"
+    other = "    if step % 100 == 0:\n        print(step)\n    else:\n        optimizer.step()"
+    left = "    if (step + 1) % 8 != 0:\n        continue\n    optimizer.step()"
+    assert told in DISTILLED
+    assert described(DISTILLED.replace(told, other)).accumulation == 1
+    assert described(DISTILLED.replace(told, left)).accumulation == 8
+
+
+def test_unsloth_with_other_trainers() -> None:
+    orpo = UNSLOTH.replace("SFTTrainer", "ORPOTrainer").replace(" max_seq_length=length, packing=False,", "")
+    run = described(orpo)
+    assert (run.objective, run.fused_loss, run.gradient_checkpointing) == ("orpo", "none", "offload")
+    plain = UNSLOTH.replace("from trl import SFTTrainer", "from transformers import Trainer").replace(
+        "SFTTrainer(", "Trainer("
+    )
+    run = described(plain)
+    assert (run.program, run.gradient_checkpointing, run.stored_dtype) == ("trainer", "offload", "fp32")
+    left = described(UNSLOTH.replace("lora_dropout=0", "finetune_vision_layers=False"))
+    assert ("finetune_vision_layers", "less") in [(item.key, item.side) for item in left.keys.not_modelled]
+
+
+def test_a_translation_keeps_momentum_or_tells_that_it_is_lost() -> None:
+    run = described(HELD.replace("STATEMENTS", "    loss = model(**batch).loss"))
+    own = translate(run, "fsdptool")
+    assert own.run.momentum == 0.9 and "momentum" not in [item.name for item in own.losses]
+    assert "momentum" in [item.name for item in translate(run, "trl").losses]

@@ -465,5 +465,8 @@ print(sorted(map(str, seen)))
         aside.replace(path)
         aside.write_bytes(b"a")
         aside.replace(path)
-    out, _ = reader.communicate(timeout=60)
+    try:
+        out, _ = reader.communicate(timeout=60)
+    finally:
+        reader.kill()
     assert out == """['FSD101', "b'a'"]\n"""

@@ -86,6 +86,7 @@ def describe(file: RunFile) -> DescribedRun:
         global_batch=batch.global_batch
         or global_batch(batch.micro_batch, accumulation, launch.processes, mesh),
         optimizer=recipe.optimizer.name,
+        momentum=recipe.optimizer.momentum or None,
         optimizer_state_bits=state_bits(recipe.optimizer.name, stored),
         gradient_checkpointing=None if mode is None else _CHECKPOINTING.get(mode, "selective"),
         attention=model.attention,

@@ -199,6 +199,7 @@ def _optimizer(to: RunWriter) -> Optimizer:
         ),
         epsilon=float(learning.get("adam_epsilon", default.epsilon)),
         weight_decay=float(learning.get("weight_decay", default.weight_decay)),
+        momentum=run.momentum if run.momentum is not None and 0 <= run.momentum < 1 else default.momentum,
         clip_grad_norm=float(clip) if clip else None,
     )
 
