@@ -71,7 +71,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
         "error of the peak planned from files of other programs (Trainer, TRL, torchtune), one"
         f" and two processes, {len(others)} settings",
         f"median {statistics.median(others):.2%}, maximum {max(others):.2%};"
-        f" {len(bounds)} lower bounds (KTO), {max(bounds):.0%} to {min(bounds):.0%}".replace("%", " %"),
+        f" {len(bounds)} lower bounds (adapters with DPO, KTO) up to {-min(bounds):.0%} low".replace(
+            "%", " %"
+        ),
         "memory_other_programs",
     )
     scripts = [abs(row["difference"]) for row in _read("memory_own_scripts")["rows"].values()]
