@@ -73,7 +73,7 @@ def test_families_are_searched_and_flavours_sorted_by_size(capsys: pytest.Captur
     assert run(["families", "nothing-like-it"]) == 2
     assert "unknown family" in capsys.readouterr().err
     assert run(["plan", "qwen3:235b-a22b", "--gpu", "H100-80GB-SXM", "--gpus", "8"]) == 2
-    assert "did you mean qwen3-moe:235b-a22b?" in capsys.readouterr().err
+    assert "did you mean qwen3-moe:235b-a22b or qwen3-vl-moe:235b-a22b?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
