@@ -122,8 +122,12 @@
     return chart;
   }
 
-  // Without a pointer the legend shows the latest measured values.
-  function showLatest(chart) {
+  // Without a pointer the legend shows the latest measured values. A chart clears its legend when it commits a
+  // new size or new data, which it does after the call that asks for it.
+  const showLatest = (chart) => requestAnimationFrame(() => fillLegend(chart));
+
+  function fillLegend(chart) {
+    if (!chart.root.isConnected) return;  // another one took its place
     if (chart.cursor.left != null && chart.cursor.left >= 0) return;
     const values = chart.data[1];
     let last = values.length - 1;
