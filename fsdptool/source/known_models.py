@@ -90,12 +90,13 @@ _OTHER_SHAPES = frozenset([
 ])  # fmt: skip
 """Parts of a name that stand for other shapes than those of the name around them."""
 OWN_CODE = re.compile(
-    r"(?:^|/)(?:chatglm\d?|codegeex\d|minicpm|baichuan\d?|internlm|internlm2(?:_5)?|internlm-x|internvl2|internvl-chat"
-    r"|qwen-(?:1_8b|7b|14b|72b|vl|audio)|phi-3(?:\.5)?-vision|llada|dream-v|exaone-3|xverse|orion-|telechat|aquila"
-    r"|deepseek-vl|kimi-vl|ovis|molmo|jina-embeddings-v3|nvembed|gte-(?:base|large)-en|step3|yuan2|skywork-)",
+    r"(?:^|/)(?:chatglm[23]?|codegeex[24]|minicpm4?(?!-v-4\.[67]|-ocr)|baichuan2?(?!-m[23])|internlm2?|internvl2"
+    r"|internvl-chat|qwen-(?:1_8b|7b|14b|72b|vl|audio)|phi-3(?:\.5)?-vision|llada2?|dream-(?:coder-)?v0|exaone-3"
+    r"|xverse|orion-14b|telechat2?|aquila(?:chat)?2?(?!-135m|-vl)|deepseek-vl2|kimi-vl|ovis(?:1\.[56]|2\.5|-clip)"
+    r"|molmoe?|nv-embed|step3|yuan2|skywork-(?:13b|moe|r1v))(?![a-z0-9])[^/]*/?$",
     re.IGNORECASE,
 )
-"""Names of models whose classes are code of their own repositories: transformers 5 has none of them."""
+"""Names of models whose classes are code of their own repositories: transformers 5.23 has none of them."""
 _SIZE = re.compile(
     r"(?!1m$)a?\d+(?:\.\d+)?[bm]|\d+x\d+(?:\.\d+)?b|tiny|nano|mini|small|medium|large|x+l|huge|giant|lite"
 )

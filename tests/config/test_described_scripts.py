@@ -568,6 +568,14 @@ def test_a_recipe_that_trains_a_draft_or_a_reranker_is_read_as_what_it_trains() 
     assert (draft.program, draft.family, draft.objective) == ("automodel", "llama3.2:1b", "distillation")
     assert (draft.sequence_length, draft.micro_batch, draft.fsdp) == (1024, 2, "none")
     assert [(item.key, item.changes) for item in draft.keys.not_modelled] == [("recipe", "memory")]
+    text = DRAFT.replace("{lr: 1e-4}", "{_target_: bitsandbytes.optim.AdamW8bit, lr: 1e-4}")
+    chosen = described(text.replace("_batch_size: 2", "_batch_size: 2, draft_layers: 3"))
+    assert (draft.optimizer, draft.optimizer_state_bits) == ("adamw", 16)
+    assert (chosen.optimizer, chosen.optimizer_state_bits) == ("adamw8bit", 8)
+    assert ("recipe_args.draft_layers", "memory", None) in {
+        (item.key, item.changes, item.side) for item in chosen.keys.not_modelled
+    }
+    assert describe_run(SourceText("recipe: TrainEagle3Recipe\nrecipe_args: hello\n")) is None
     reranker = described(RERANKER)
     assert (reranker.objective, reranker.sequence_length) == ("classification", 256)
     assert ("dataloader.dataset.n_passages", "more") in {
@@ -592,7 +600,7 @@ def test_a_forks_model_beside_text_encoders_is_trained_as_diffusion() -> None:
     ("text", "problem"),
     [
         ("model_name_or_path: a/b\nstage: grpo\nfinetuning_type: lora\ntemplate: t\ndo_train: true\n",
-         "stage grpo is none of LLaMA-Factory's: pt, sft, rm, ppo, dpo, kto"),
+         "LLaMA-Factory has no stage grpo: it takes pt, sft, rm, ppo, dpo, kto"),
         (f"{TRL}load_in_4bit: true\nuse_peft: false\n",
          "quantised weights without use_peft: transformers refuses to train them"),
         (f"{TRL}torch_dtype: bf16\n",
@@ -603,7 +611,25 @@ def test_words_that_stop_their_program_are_told(text: str, problem: str) -> None
     assert problem in described(text).problems
 
 
-@pytest.mark.parametrize(("splits", "told"), [("false", False), ("true", True)])
+def test_a_python_script_names_the_dtypes_of_torch(tmp_path: Path) -> None:
+    """What TRL's own flags take does not bind a script that loads the model itself."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\n"
+        'model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B", dtype=torch.half)\n'
+        'SFTTrainer(model, args=SFTConfig("out"), train_dataset=data).train()\n'
+    )
+    (tmp_path / "start.sh").write_text("accelerate launch mine.py\n")
+    for name in ("mine.py", "start.sh"):
+        run = describe_path(tmp_path / name)
+        assert run is not None and (run.program, run.base_dtype) == ("trl", "fp16")
+        assert not any("refuses" in problem for problem in run.problems)
+    line = "trl sft --model_name_or_path Qwen/Qwen3-4B --dataset_name d --output_dir o --dtype half\n"
+    assert any("refuses the dtype 'half'" in problem for problem in described(line).problems)
+
+
+@pytest.mark.parametrize(
+    ("splits", "told"), [("false", False), ("true", True), ('"false"', False), ('"True"', True)]
+)
 def test_settings_of_the_loader_count_only_where_they_split_batches(splits: str, told: bool) -> None:
     arguments = '"output_dir": "o", "num_train_epochs": 1, "per_device_train_batch_size": 2'
     loader = f'"accelerator_config": {{"split_batches": {splits}, "even_batches": true}}'
@@ -633,6 +659,8 @@ def test_eight_bits_are_of_adam_only() -> None:
         "accelerate launch train_dreambooth_lora_flux.py --pretrained_model_name_or_path a/b --use_8bit_adam"
     )
     assert described(f"{line}\n").optimizer == "adamw8bit"
+    adam = described(f"{line} --optimizer adam\n".replace("dreambooth_lora_flux", "cogvideox_lora"))
+    assert adam.optimizer_state_bits == 8
     run = described(f"{line} --optimizer Prodigy --prior_generation_precision bf16\n")
     assert (run.optimizer, run.notes) == ("prodigy", ())
 

@@ -711,6 +711,27 @@ def test_rows_are_planned_whole_where_their_parts_cannot_be(model: str, tmp_path
     assert file_run(described, model, "train.yaml", 4).settings.mesh.cp == 2
     whole = file_run(described, "gpt-oss:20b", "train.yaml", 4)
     assert whole.settings.mesh.cp == 1
-    assert [item.side for item in whole.limits if item.what.startswith("rows in 2 parts")] == ["less"]
+    assert [item.side for item in whole.limits if "parallelism of 2" in item.what] == ["less"]
     given = file_run(described, "gpt-oss:20b", "train.yaml", 4, decided=("cp",))
-    assert not any(item.what.startswith("rows in") for item in given.limits)
+    assert not any("parallelism of 2" in item.what for item in given.limits)
+
+
+@pytest.mark.parametrize(("samples", "accumulation"), [(4, 1), (8, 2)])
+def test_ranks_with_whole_rows_accumulate_as_often_as_the_file_says(
+    samples: int, accumulation: int, tmp_path: Path
+) -> None:
+    """Two ranks to a row are four data-parallel ranks of eight; with whole rows all eight have some."""
+    path = tmp_path / "automodel.yaml"
+    path.write_text(f"""
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+model: {{pretrained_model_name_or_path: openai/gpt-oss-20b, attn_implementation: flash_attention_2}}
+step_scheduler: {{global_batch_size: {samples}, local_batch_size: 1}}
+distributed: {{strategy: fsdp2, cp_size: 2}}
+dataset: {{seq_length: 64}}
+""")
+    described = read_file_run(str(path))
+    assert described is not None and described.program == "automodel"
+    whole = file_run(described, None, "automodel.yaml", 8, fused=True)
+    batch = whole.recipe.batch
+    assert (whole.settings.mesh.cp, batch.micro_batch, batch.global_batch) == (1, 1, 8 * accumulation)
+    assert whole.recipe.model.attention == "flash_attention_2"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from fsdptool.families.registry import load_registry
-from fsdptool.source.known_models import family_of_builder, family_of_name, layer_classes_of
+from fsdptool.source.known_models import OWN_CODE, family_of_builder, family_of_name, layer_classes_of
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,49 @@ def test_layers_are_named_as_recorded_or_as_transformers_names_them() -> None:
 )
 def test_models_of_training_files_are_known_or_left_open(name: str, reference: str | None) -> None:
     assert family_of_name(name)[0] == reference
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("THUDM/chatglm3-6b", "chatglm"),
+        ("baichuan-inc/Baichuan2-7B-Chat", "baichuan"),
+        ("models/internlm2_5-7b-chat", "internlm2"),
+        ("internlm/internlm-xcomposer2-7b", "internlmxcomposer2"),
+        ("openbmb/MiniCPM-V-2_6", "minicpmv"),
+        ("openbmb/MiniCPM4-8B", "minicpm"),
+        ("OpenGVLab/InternVL2_5-8B/", "internvl_chat"),
+        ("nvidia/NV-Embed-v2", "nvembed"),
+        ("Dream-org/Dream-v0-Instruct-7B", "Dream"),
+        ("inclusionAI/LLaDA2.0-mini", "llada2_moe"),
+        ("deepseek-ai/deepseek-vl2-tiny", "deepseek_vl_v2"),
+        ("AIDC-AI/Ovis1.6-Gemma2-9B", "ovis"),
+        ("allenai/Molmo-7B-D-0924", "molmo"),
+        ("Skywork/Skywork-13B-base", "skywork"),
+        ("stepfun-ai/step3", "step3_vl"),
+    ],
+)
+def test_transformers_lacks_models_with_code_of_their_own(name: str, kind: str) -> None:
+    assert OWN_CODE.search(name) is not None
+    assert kind not in CONFIG_MAPPING_NAMES
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "internlm/internlm3-8b-instruct",
+        "openbmb/MiniCPM3-4B",
+        "openbmb/MiniCPM-V-4.6",
+        "jinaai/jina-embeddings-v3-hf",
+        "deepseek-community/deepseek-vl-1.3b-chat",
+        "allenai/Molmo2-8B",
+        "thisisiron/Ovis2-1B-hf",
+        "Skywork/Skywork-OR1-7B",
+        "baichuan-inc/Baichuan-M2-32B",
+        "Alibaba-NLP/gte-base-en-v1.5",
+        "stepfun-ai/Step-3.7-Flash",
+        "internlm/gpt2",
+    ],
+)
+def test_classes_of_transformers_are_not_taken_for_own_code(name: str) -> None:
+    assert OWN_CODE.search(name) is None

@@ -240,6 +240,7 @@ def file_run(
     ]
     choice = ModelChoice(_model(run, model, where, trusted), trust_remote_code=trusted)
     run = _with_dtype_of_checkpoint(run, choice)
+    run = _with_whole_rows(run, choice, limits, decided)
     whole = "cp" not in decided and (run.mesh.cp or 1) == 1
     choice = replace(choice, **_model_settings(run, fused and whole))
     choice = _with_head(run, choice)
@@ -266,7 +267,6 @@ def file_run(
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
-    run = _with_whole_rows(run, choice, limits, decided)
     length = run.sequence_length if not {"sequence_length", "lengths"} & {*decided} else None
     if length is not None and run.packing is False and not run.full_rows:
         # Samples are cut at this length, and padded to the longest of their batch.
@@ -285,12 +285,18 @@ def file_run(
 def _with_whole_rows(
     run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit], decided: Collection[str]
 ) -> DescribedRun:
-    """Return a run without context parallelism where that is not planned of its model: an upper bound."""
-    if (run.mesh.cp or 1) == 1 or "cp" in decided or _splits_rows(choice):
+    """Return a run without context parallelism where that is not planned for its model: an upper bound.
+
+    Ranks that shared a row then have one each. The global batch grows with them, so that each still
+    accumulates as many micro-batches.
+    """
+    parts = run.mesh.cp or 1
+    if parts == 1 or "cp" in decided or _splits_rows(choice):
         return run
-    what = f"rows in {run.mesh.cp} parts, which are not planned of this model: whole rows are"
+    what = f"context parallelism of {parts}, which is not planned for this model: whole rows are planned"
     limits.append(PlanLimit(what, "less", passing=True))
-    return replace(run, mesh=replace(run.mesh, cp=1))
+    total = run.global_batch * parts if run.global_batch is not None else None
+    return replace(run, mesh=replace(run.mesh, cp=1), global_batch=total)
 
 
 def _splits_rows(choice: ModelChoice) -> bool:
@@ -466,7 +472,7 @@ def _method(
     dropout = min(max(run.lora_dropout or 0.0, 0.0), 0.99)
     if dropout and _adapts_experts(targets, choice):
         limits.append(
-            PlanLimit("dropout of adapters, which peft has not for experts: none is planned", "more")
+            PlanLimit("dropout of adapters, which peft does not offer for experts: none is planned", "more")
         )
         dropout = 0.0
     rank = run.lora_rank if run.lora_rank is not None and run.lora_rank > 0 else None

@@ -23,9 +23,10 @@ class AutoModel(RunFormat):
         """Return how surely the mapping is AutoModel's: its scheduler, and classes of its package."""
         keys = {str(entry.key) for entry in root.entries}
         if "recipe_args" in keys and "model" not in keys:  # recipes of draft models for speculative decoding
-            recipe = root.get("recipe")
-            named = recipe is not None and str(recipe.node.value).startswith("Train")
-            return 0.95 if named else 0.0
+            recipe, arguments = root.get("recipe"), root.get("recipe_args")
+            if recipe is None or arguments is None or arguments.node.kind != "map":
+                return 0.0
+            return 0.95 if str(recipe.node.value).startswith("Train") else 0.0
         if "model" not in keys or "actor_rollout_ref" in keys:
             return 0.0
         own = any(

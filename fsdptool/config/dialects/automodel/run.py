@@ -7,6 +7,7 @@ Source: NeMo AutoModel 36044ad3 ``recipes/_dist_utils.py``, ``recipes/diffusion/
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ _DENSE = ("every layer of every ModuleList", "root")
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file."""
     read = RunReader(file, KEYS)
-    if "recipe_args" in file.data and "model" not in file.data:
+    if isinstance(file.data.get("recipe_args"), Mapping) and "model" not in file.data:
         return _describe_draft(read)
     diffusion = any(name in file.data for name in ("flow_matching", "ddp", "fsdp")) and not read.has(
         "dataset"
@@ -103,6 +104,7 @@ def _describe_draft(read: RunReader) -> DescribedRun:
     mesh = DescribedMesh(dp_replicate=-1, dp_shard=1)
     checkpoints = read.flag("recipe_args.draft_gradient_checkpointing")
     attention = read.text("recipe_args.draft_attn_implementation") or "eager"
+    optimizer, bits = _optimizer(read, "bf16")
     return read.describe(
         model=read.text("recipe_args.target_model_name_or_path"),
         method="full",
@@ -115,8 +117,9 @@ def _describe_draft(read: RunReader) -> DescribedRun:
         micro_batch=micro,
         accumulation=accumulation,
         global_batch=global_batch(micro, accumulation, processes, mesh),
-        optimizer="adamw",
-        optimizer_state_bits=16,
+        optimizer=optimizer or "adamw",
+        optimizer_state_bits=bits or state_bits("adamw", "bf16"),
+        optimizer_masters=_masters(read, "bf16"),
         gradient_checkpointing="full" if checkpoints else "none",
         attention=attention,
         fused_loss="none",

@@ -42,7 +42,7 @@ KEYS = RunKeys(
         model.config.num_hidden_layers model.text_config.* quantization.load_in_8bit
         peft.moe_rank_scaling distributed.defer_fsdp_grad_sync fsdp.defer_fsdp_grad_sync
         distributed.moe.wrap_outer_model data.dataloader.dynamic_batch_size
-        data.dataloader.base_resolution
+        data.dataloader.base_resolution recipe_args.*
         """,
     ),
     time=names("""
@@ -65,7 +65,7 @@ KEYS = RunKeys(
     autopipeline autopipeline.* parallelizer parallelizer.* distributed_config distributed_config.*
     autocast autocast.* model.force_hf optim optim.* eval_negative_size temperature model.share_encoder
     model.add_linear_pooler model.out_dimension model.pooling model.l2_normalize model.num_labels
-    model.temperature recipe_args recipe_args.* tokenizer tokenizer.*
+    model.temperature tokenizer tokenizer.*
     model.text_config model.text_config.use_cache processor processor.*
     flow_matching launcher slurm slurm.* k8s k8s.* model.is_meta_device model.name_or_path
     """),

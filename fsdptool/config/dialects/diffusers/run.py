@@ -37,8 +37,9 @@ def describe(file: RunFile) -> DescribedRun:
         DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
     )
     optimizer = (read.text("optimizer") or "AdamW").lower()
-    if read.flag("use_8bit_adam") and optimizer == "adamw":  # the scripts ignore it beside Prodigy
-        optimizer = "adamw8bit"
+    # Of Adam, too (cogvideo/train_cogvideox_lora.py:get_optimizer); the scripts ignore it beside Prodigy.
+    if read.flag("use_8bit_adam") and optimizer in ("adam", "adamw"):
+        optimizer = f"{optimizer}8bit"
     transformer = "pretrained_transformer_model_name_or_path"
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)

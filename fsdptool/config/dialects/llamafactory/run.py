@@ -63,7 +63,7 @@ def describe(file: RunFile) -> DescribedRun:
     apart = read.flag("neat_packing")
     losses = read.text("pref_loss") if stage == "dpo" else None
     if stage not in _OBJECTIVES:
-        read.problems.append(f"stage {stage} is none of LLaMA-Factory's: {', '.join(_OBJECTIVES)}")
+        read.problems.append(f"LLaMA-Factory has no stage {stage}: it takes {', '.join(_OBJECTIVES)}")
     if not read.flag("do_train"):
         read.problems.append("do_train is not true: LLaMA-Factory would train nothing")
     return read.describe(

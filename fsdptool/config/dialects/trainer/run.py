@@ -160,8 +160,10 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         )
     loading = read.raw("accelerator_config")
     if isinstance(loading, Mapping):  # other settings of the loader change no shape
-        splits = loading.get("split_batches") or loading.get("gradient_accumulation_kwargs")
-        read.inert(*(() if splits else ("accelerator_config",)))
+        # training_args.py:161 reads the texts "true" and "false" of this mapping as truth values.
+        splits = str(loading.get("split_batches") or False).lower() not in ("false", "0")
+        counts = splits or loading.get("gradient_accumulation_kwargs")
+        read.inert(*(() if counts else ("accelerator_config",)))
     mesh = DescribedMesh()
     recomputes = sharding.pop("checkpoints") or recomputes
     return {

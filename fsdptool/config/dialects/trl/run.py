@@ -24,6 +24,7 @@ from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
 from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedRun
+from fsdptool.scripts import SCRIPTS
 from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
@@ -70,7 +71,8 @@ def describe(file: RunFile) -> DescribedRun:
     base = dtype_word(named) or ("checkpoint" if str(named) == "auto" else "fp32")
     four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
     adapter = read.flag("use_peft") or four or eight
-    if named is not None and str(named) not in _DTYPES and not str(named).startswith("$"):
+    own = not (file.path or "").endswith(SCRIPTS)  # a Python script names what torch takes (``torch.half``)
+    if own and named is not None and str(named) not in _DTYPES and not str(named).startswith("$"):
         read.problems.append(f"TRL refuses the dtype {str(named)[:20]!r}: it takes {', '.join(_DTYPES)}")
     if (four or eight) and read.raw("use_peft") is not None and not read.flag("use_peft"):
         read.problems.append("quantised weights without use_peft: transformers refuses to train them")
