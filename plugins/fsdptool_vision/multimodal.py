@@ -25,7 +25,7 @@ IMAGE_SIZE = 448
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What one image per sample adds to a micro-batch: its tokens in the text, and further tensors."""
+    """What one image, or one clip of speech, adds to each sample: its tokens in the text, further tensors."""
 
     tokens: int
     specs: tuple[TensorSpec, ...]
@@ -33,6 +33,10 @@ class Image:
     """Name of the tensor that marks image tokens by 1, where the model wants one."""
     token: str = "image_token_id"
     """Key of the configuration that holds the placeholder's token."""
+    takes: str = "an image takes"
+    """What it is and its verb, for messages."""
+    sized: bool = False
+    """Whether its tokens follow from the recipe's height and width."""
 
 
 def _floats(name: str, *shape: int) -> TensorSpec:
@@ -89,6 +93,7 @@ def _qwen(config: Any, recipe: Recipe) -> Image:
             TensorSpec("image_grid_thw", (batch, 3), "int64", "constant", values=grid),
         ),
         "mm_token_type_ids",
+        sized=True,
     )
 
 
@@ -103,6 +108,7 @@ def _mistral3(config: Any, recipe: Recipe) -> Image:
             _floats("pixel_values", batch, vision.num_channels, *size),
             TensorSpec("image_sizes", (batch, 2), "int64", "constant", values=size),
         ),
+        sized=True,
     )
 
 
@@ -119,6 +125,7 @@ def _gemma4(config: Any, recipe: Recipe) -> Image:
             TensorSpec("image_position_ids", (batch, height * width, 2), "int64", "constant", values=places),
         ),
         "mm_token_type_ids",
+        sized=True,
     )
 
 
@@ -188,7 +195,12 @@ def _audio(config: Any, recipe: Recipe, tokens: int, *further: TensorSpec) -> Im
     """Return 30 seconds of speech, as Whisper's encoder takes it: two frames to each of its positions."""
     audio = config.audio_config
     shape = (recipe.batch.micro_batch, audio.num_mel_bins, 2 * audio.max_source_positions)
-    return Image(tokens, (_floats("input_features", *shape), *further), token="audio_token_id")
+    return Image(
+        tokens,
+        (_floats("input_features", *shape), *further),
+        token="audio_token_id",
+        takes="30 seconds of speech take",
+    )
 
 
 def _qwen2_audio(config: Any, recipe: Recipe) -> Image:
@@ -228,13 +240,13 @@ _IMAGES: Mapping[str, Callable[[Any, Recipe], Image]] = {
 
 
 class Multimodal(TransformersFamily):
-    """Causal language modelling over one image and a text per sample."""
+    """Causal language modelling over one image, or one clip of speech, and a text per sample."""
 
     def batch_spec(self, config: Mapping[str, Any], recipe: Recipe) -> tuple[TensorSpec, ...]:
-        """Return text with the image's placeholders at its head, and the image, if the model takes any.
+        """Return text with placeholders at its head, and the image or speech, if the model takes any.
 
         Raises:
-            ConfigError: The sequence is too short for the image.
+            ConfigError: The sequence is too short for the image or the speech.
         """
         configuration = self.config_object(config, self.model_class(config))
         seen = getattr(configuration, "vision_config", None) or getattr(configuration, "audio_config", None)
@@ -244,9 +256,10 @@ class Multimodal(TransformersFamily):
         wanted = recipe.batch.sequence_length
         length = wanted or max(DEFAULT_LENGTH, image.tokens + DEFAULT_LENGTH // 4)
         if length < image.tokens + 2:
+            smaller = ", or a smaller image (batch.height, batch.width)" if image.sized else ""
             raise ConfigError(
-                f"batch.sequence_length is {length}, but an image takes {image.tokens} tokens of it",
-                help=f"use at least {image.tokens + 2}, or a smaller image (batch.height, batch.width)",
+                f"batch.sequence_length is {length}, but {image.takes} {image.tokens} tokens of it",
+                help=f"use at least {image.tokens + 2}{smaller}",
             )
         shape = (recipe.batch.micro_batch, length)
         placeholders = (int(getattr(configuration, image.token)),) * image.tokens

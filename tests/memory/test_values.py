@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -74,6 +75,25 @@ def test_a_list_of_known_values_takes_no_operators() -> None:
         with Counted() as counted:  # type: ignore[no-untyped-call]
             assert mask.tolist() == [[1, 1, 1, 1, 0, 0]] * 2
         assert counted.calls == 0
+    assert FakeTensor.tolist is plain
+
+
+def test_traces_that_overlap_do_not_undo_each_others_lists() -> None:
+    """Nested, and in a thread that goes on when this one has ended its own."""
+    plain = FakeTensor.tolist
+    wanted = [[1, 1, 1, 1, 0, 0]] * 2
+    theirs = ExitStack()
+    with ThreadPoolExecutor(1) as other:
+        with ExitStack() as outer:
+            mask = _within(outer)["mask"]
+            with ExitStack() as inner:
+                _within(inner)
+            replaced = FakeTensor.tolist
+            assert replaced is not plain and mask.tolist() == wanted
+            batch = other.submit(_within, theirs).result()
+        assert FakeTensor.tolist is replaced
+        assert other.submit(batch["mask"].tolist).result() == wanted
+        other.submit(theirs.close).result()
     assert FakeTensor.tolist is plain
 
 

@@ -151,7 +151,13 @@ def _recipe(**sizes: Any) -> Recipe:
         ("cosmos3", {"height": 712}, "multiple of 16 pixels"),
         ("qwen-image-2.1", {"width": 1040}, "multiple of 32 pixels"),
         ("deepfloyd-if", {"height": 60}, "multiple of 8 pixels"),
-        ("llava", {"sequence_length": 128}, "an image takes 576 tokens"),
+        ("llava", {"sequence_length": 128}, r"an image takes 576 tokens of it\nhelp: use at least 578$"),
+        (
+            "qwen2-audio",
+            {"sequence_length": 100},
+            r"30 seconds of speech take 750 tokens of it\nhelp: use at least 752$",
+        ),
+        ("qwen2.5-vl", {"sequence_length": 100}, r"takes 256 tokens .*\nhelp: .* or a smaller image"),
         ("wav2vec2", {"sequence_length": 100}, "too short for two frames"),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,6 @@ _CONSTANTS = frozenset({"arange", "eye", "full", "linspace", "ones", "scalar_ten
 _FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1}
 _FIXED = ("mask", "constant", "positions")
 _ATTRIBUTE = "_fsdptool_value"
-_TOLIST = FakeTensor.tolist
 
 
 class _Listing(TorchFunctionMode):
@@ -211,12 +210,12 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow values from here on."""
         self._listing.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
-        FakeTensor.tolist = self._listed  # type: ignore[method-assign, assignment]
+        _LISTS.add(self)
         return self
 
     def __exit__(self, *raised: Any) -> None:
         """Stop."""
-        FakeTensor.tolist = _TOLIST  # type: ignore[method-assign]
+        _LISTS.remove(self)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._listing.__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -227,7 +226,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = func._overloadpacket.__name__
-        known = (bool(inputs) or name in _CONSTANTS) and all(self._value(item) is not None for item in inputs)
+        known = (bool(inputs) or name in _CONSTANTS) and all(self.value(item) is not None for item in inputs)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_NOT_COMPUTED):
             known = False
         try:
@@ -255,26 +254,13 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     _attach_drawn(fake, name)
         return out
 
-    @property
-    def _listed(self) -> Callable[[FakeTensor], Any]:
-        """Return ``tolist`` of known values at once: torch asks for each element by operators of its own."""
-
-        def tolist(tensor: FakeTensor) -> Any:
-            value = self._value(tensor)
-            if value is None:
-                return _TOLIST(tensor)
-            with no_dispatch():
-                return value.tolist()
-
-        return tolist
-
     def _drawn(self, tensor: torch.Tensor) -> bool:
         """Give a tensor without a value a drawn one, and say whether it has a value now."""
-        if self._value(tensor) is None:
+        if self.value(tensor) is None:
             _attach_drawn(tensor, "")
-        return self._value(tensor) is not None
+        return self.value(tensor) is not None
 
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what a tensor holds, or None if that is not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.device.type == "cpu" and tensor.numel() <= LARGEST else None
@@ -285,7 +271,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         def real(leaf: Any) -> Any:
-            return self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         real_args, real_kwargs = tree_map(real, (args, kwargs))
         with no_dispatch():
@@ -298,7 +284,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
                 positions.append(index)
                 continue
-            value = self._value(index)
+            value = self.value(index)
             if value is None:
                 return None
             with no_dispatch():
@@ -313,7 +299,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             written = kwargs.get(argument.name, args[position] if position < len(args) else None)
             for tensor in _tensors(written):
-                value = self._value(tensor)
+                value = self.value(tensor)
                 if value is not None:
                     # The storage is kept so that no other can take its address.
                     self._stale[value.untyped_storage()._cdata] = value.untyped_storage()
@@ -327,6 +313,47 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = kwargs.get("fill_value", args[2 if name == "new_full" else 1])
         with no_dispatch():
             _attach(out, torch.full(tuple(out.shape), value, dtype=out.dtype))
+
+
+class _Lists:
+    """Lists known values at once while they are followed: torch asks for each element by its own operators.
+
+    ``FakeTensor.tolist`` belongs to the whole process. It is replaced by the first of several traces that
+    overlap, nested or in threads, and restored by the last.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[KnownValues] = []
+        self._before = FakeTensor.tolist
+
+    def add(self, known: KnownValues) -> None:
+        """Count the values of one more trace."""
+
+        def tolist(fake: FakeTensor) -> Any:
+            return self._listed(fake)
+
+        if not self._entered:
+            self._before = FakeTensor.tolist
+            FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
+        self._entered.append(known)
+
+    def remove(self, known: KnownValues) -> None:
+        """Count them no longer."""
+        self._entered.remove(known)
+        if not self._entered:
+            FakeTensor.tolist = self._before  # type: ignore[method-assign]
+
+    def _listed(self, fake: FakeTensor) -> Any:
+        """Return the elements of a tensor; a value counts until any trace writes something else over it."""
+        values = [known.value(fake) for known in self._entered]
+        value = values[0] if values else None
+        if value is None or any(other is None for other in values):
+            return self._before(fake)
+        with no_dispatch():
+            return value.tolist()
+
+
+_LISTS = _Lists()
 
 
 def _attach(fake: torch.Tensor, value: torch.Tensor) -> None:

@@ -251,8 +251,11 @@ def _fewer_bits(
 
 
 def _needs_more_than_weights(requested: Candidate) -> bool:
-    """Whether a configuration would not fit without its parameters and optimizer states either: fewer bits
-    for them then take a trace, and cannot be enough."""
+    """Whether a configuration would not fit without its parameters and optimizer states either.
+
+    Fewer bits for these cannot be enough alone then. Their trace is skipped only if another suggestion
+    fits already: where none does, they can still be enough together with the others.
+    """
     groups = (ColourGroup.STATES, ColourGroup.GATHERED)
     stored = sum(part.bytes or 0 for part in requested.components if part.name.group in groups)
     total, usable = requested.device_total_bytes, requested.usable_bytes
