@@ -12,6 +12,11 @@ recipe does not run on CPUs: it asks for the memory statistics of a GPU.
 
 Instrument: torch's CPU allocator events (``torch.profiler`` with ``profile_memory``), summed from before the
 model exists; the peak is that of the last step, from one update of the optimizer to the next.
+
+Two properties of the inputs of ``trl reward`` matter. Rows of one length have no padding, and transformers
+drops their mask: attention repeats no keys and values, and two processes need 6 % less than planned. On one
+process, parameters stay views of the file that they were read from, so that a head of the file that rewards
+do not use stays in memory, too. The rows are therefore padded, and the file holds the trained weights alone.
 """
 
 from __future__ import annotations
@@ -171,6 +176,7 @@ class Row:
 
 DATA = {"sft": "texts", "dpo": "pairs", "kto": "judged", "reward": "short_pairs"}
 """Commands of TRL, and the data that each trains on."""
+_JUDGE = {"model_name_or_path": "judge"}
 _ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "trainer": {
@@ -199,7 +205,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "lora, autocast": {**_ADAPTERS, "bf16": True},
     },
     "kto": {"": {}, "lora, autocast": {**_ADAPTERS, "bf16": True}},
-    "reward": {"": {}, "autocast": {"bf16": True}},
+    "reward": {"": _JUDGE, "autocast": {**_JUDGE, "bf16": True}},
     "torchtune": {
         "": {},
         "accumulation": {"gradient_accumulation_steps": 2},
@@ -231,7 +237,12 @@ ROWS |= {
 def make_inputs(folder: Path) -> None:
     """Write a model, its tokenizer, and data for each program into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
 
     config = LlamaConfig(
         vocab_size=WORDS,
@@ -244,13 +255,18 @@ def make_inputs(folder: Path) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
+    # On one process parameters are views of the file that was read, so that it must hold nothing else.
+    judge = LlamaConfig(**{**config.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
+    LlamaForSequenceClassification(judge).save_pretrained(folder / "judge")
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder / "model")
+    )
+    for name in ("model", "judge"):
+        fast.save_pretrained(folder / name)
 
     def text(start: int, count: int) -> str:
         return " ".join(f"w{(start * 37 + i * 11) % (WORDS - 4)}" for i in range(count))
@@ -269,12 +285,13 @@ def make_inputs(folder: Path) -> None:
         for pair in pairs
         for side in ("chosen", "rejected")
     ]
-    # TRL trains rewards on no row that is longer than the sequence length.
+    # TRL trains rewards on no row that is longer than the sequence length. The rejected ones are shorter, so
+    # that the batch has padding and a mask, as in practice.
     short = [
         {
             "prompt": pair["prompt"],
             "chosen": text(i + 1, SEQUENCE - 17),
-            "rejected": text(i + 2, SEQUENCE - 17),
+            "rejected": text(i + 2, SEQUENCE - 49),
         }
         for i, pair in enumerate(pairs)
     ]
@@ -324,7 +341,8 @@ def command_of(row: Row, folder: Path) -> list[str]:
 def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
     """Return the document of the plan of a command line."""
     words = [sys.executable, "-m", "fsdptool", "plan", "--profile", "cpu-gloo", "--format", "json"]
-    words += ["--gpus", str(row.processes), "--model", "model", "--", *command]
+    model = row.keys.get("model_name_or_path", TRAINING["model_name_or_path"])
+    words += ["--gpus", str(row.processes), "--model", model, "--", *command]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1, 5):
         raise RuntimeError(f"{command}: {done.stderr}")
