@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fsdptool.memory.simulation.allocator import MIB, CachingAllocator
+from fsdptool.memory.simulation.allocator import MIB, CachingAllocator, ReplayLedger
+from fsdptool.memory.simulation.ledger import UNSHARDED_GRADIENTS, Block
+from fsdptool.memory.simulation.program import program
+from fsdptool.records.trace import KINDS, Segment, Trace
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,23 @@ def test_peaks_are_kept() -> None:
     allocator.release(allocator.allocate(64 * MIB))
     assert (allocator.allocated, allocator.allocated_peak) == (0, 64 * MIB)
     assert allocator.reserved_peak == 64 * MIB
+
+
+def test_a_reduction_frees_the_gradients_that_backward_made() -> None:
+    """Backward allocates them as tensors of the trace; what a reduction frees is known by its sizes alone."""
+    sizes = (4096, 8192)
+    made = Trace(
+        profile="cuda",
+        compute_dtype="bfloat16",
+        segments=(Segment("end", "", (1, 2)),),
+        sizes=sizes,
+        kinds=(KINDS.index("gradient"),) * 2,
+        names=(0, 0),
+        vocabulary=("weight",),
+    )
+    ledger = ReplayLedger(source=made)
+    for piece in program(made, frozenset({""}), 1):
+        ledger.run(piece.body)
+    assert ledger.allocator.allocated == sum(sizes)
+    ledger.drop(Block(UNSHARDED_GRADIENTS, sum(sizes), sizes))
+    assert ledger.allocator.allocated == 0

@@ -315,6 +315,8 @@ def test_what_grows_linearly_is_predicted_and_nothing_else() -> None:
     assert carried.apply(shallow, deep, 37) == further
     twice = [replace(trace, segments=(*trace.segments, *trace.segments[1:-1])) for trace in (shallow, deep)]
     assert rule.carried(*twice) is None
+    others = [replace(trace, kinds=(1,) * len(trace.kinds)) for trace in (shallow, deep)]
+    assert rule.carried(*others) is None  # A period inserts as much, but tensors of another kind.
     first, second, third, last = quadratic
     assert GrowthRule.learn(first, second, third, 3, ["layers"]) is None
 

@@ -287,7 +287,7 @@ class TracingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _from_the_first(func: Any, args: Sequence[Any]) -> tuple[Sequence[Any], int] | None:
-    """Return the arguments of a slice or selection of the same size at the front, and the elements before it.
+    """Return what a slice or selection takes but for where it begins, and the elements before that.
 
     None for anything but whole numbers and a step of 1.
     """
@@ -297,9 +297,9 @@ def _from_the_first(func: Any, args: Sequence[Any]) -> tuple[Sequence[Any], int]
         index = args[2]
         if type(index) is not int or not -size <= index < size:
             return None
-        return (tensor, dim, 0), index % size * stride
+        return (tensor, dim), index % size * stride
     start, end = (args[place] if len(args) > place else None for place in (2, 3))
     if not {type(start), type(end)} <= {int, type(None)} or len(args) > 4:
         return None
     first, last, _ = slice(start, end).indices(size)
-    return (tensor, dim, 0, max(last - first, 0)), first * stride
+    return (tensor, dim, max(last - first, 0)), first * stride
