@@ -208,6 +208,7 @@ def test_offers_are_compared_by_price(model: str, tmp_path: Path, capsys: pytest
         tokens = 1000 * 64 * item["settings"]["dp_shard"]
         assert offer["price_per_run"] == pytest.approx(offer["run_seconds"] * offer["price_per_hour"] / 3600)
         assert offer["price_per_million_tokens"] == pytest.approx(1e6 * offer["price_per_run"] / tokens)
+        assert item["price_per_million_samples"] == pytest.approx(64 * offer["price_per_million_tokens"])
     capsys.readouterr()
     assert run([*arguments, "--steps", "1000"]) == 0
     shown = capsys.readouterr().out

@@ -49,6 +49,8 @@ def test_every_mesh_uses_all_ranks_and_keeps_the_global_batch(anatomy: Anatomy) 
     assert max(point.micro_batch for point in points if point.tp == 8) == 8
     assert {(p.dp_replicate, p.dp_shard) for p in points if p.tp == 8} == {(1, 4), (2, 2), (4, 1)}
     assert {point.tp for point in space(anatomy)} == {1}
+    divided = replace(START, tp=2, dp_shard=16, micro_batch=3, accumulation=2)
+    assert {point.micro_batch for point in space(anatomy, 2, start=divided)} == {1, 2, 3, 6}
 
 
 def test_groups_stay_inside_a_node_and_given_sizes_are_kept() -> None:

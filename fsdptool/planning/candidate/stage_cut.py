@@ -63,7 +63,7 @@ def find_stack(units: UnitPlan, trace: Trace) -> tuple[str, int]:
 def divide(stack: str, total: int, count: int) -> list[VirtualStage]:
     """Return ``count`` stages of nearly equal depth; the outer ones are the first to have a block less."""
     sizes = [total // count] * count
-    order = [*range(1, count - 1), 0, count - 1]
+    order = [*range(1, count - 1), 0]
     for place in order[: total % count]:
         sizes[place] += 1
     starts = [sum(sizes[:place]) for place in range(count)]
