@@ -7,11 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from jsonschema import Draft202012Validator
+from transformers import LlamaConfig
 
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
 from fsdptool.launch import doctor
+from fsdptool.source import resolve
+from fsdptool.training.measuring import measure_products
 
 
 def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +26,16 @@ def test_a_machine_without_gpus_says_so(tmp_path: Path, capsys: pytest.CaptureFi
         "help: run it on a machine with GPUs, or rehearse it with --cpu",
     ]
     assert run(["doctor", "--cpu"]) == 2
+
+
+def test_a_gpu_computes_the_products_of_an_8b_decoder() -> None:
+    """Of what a GPU gets, only the shapes matter here: the device ``meta`` computes nothing."""
+    config = LlamaConfig.from_dict(resolve("llama3:8b").config)
+    width, inner, words = config.hidden_size, config.intermediate_size, config.vocab_size
+    rates = list(measure_products(torch.device("meta")))
+    assert all(rate.m == rate.k == rate.n for rate in rates if rate.m != 2048)
+    shapes = [(rate.k, rate.n) for rate in rates if rate.m == 2048 != rate.k]
+    assert shapes == [(width, width), (width, inner), (inner, width), (width, words)]
 
 
 @pytest.mark.distributed
