@@ -245,6 +245,12 @@ def broken(folder: Path, recipe: Recipe, fault: str) -> str:
         wrong = dataclasses.replace(first, parameters=(*first.parameters, second.parameters[0]))
         short = dataclasses.replace(second, parameters=second.parameters[1:])
         plan = dataclasses.replace(inputs.units, units=(wrong, short, *rest))
+    elif fault == "untied":
+        first, *rest = inputs.units.units
+        one, other, *further = first.parameters
+        one = dataclasses.replace(one, aliases=(other.fqn,))
+        first = dataclasses.replace(first, parameters=(one, other, *further))
+        plan = dataclasses.replace(inputs.units, units=(first, *rest))
     elif fault in ("kept", "dtype"):
         plan = inputs.units
         for module in sharded_modules(assembled.model):
@@ -272,6 +278,7 @@ def broken(folder: Path, recipe: Recipe, fault: str) -> str:
         ("drifted", "replicas of shard"),
         ("kept", "planned freed after forward, found kept after forward"),
         ("dtype", "found compute in float16"),
+        ("untied", "found 2 tensors"),
     ],
 )
 def test_the_proof_finds_what_is_not_as_planned(pool: Pool, tmp_path: Path, fault: str, words: str) -> None:

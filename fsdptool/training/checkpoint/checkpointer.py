@@ -310,7 +310,7 @@ def open_checkpointer(
         events=events,
         resume="auto" if events.attempt > 0 else start.resume,
         # A relaunch before the first checkpoint begins where this start did.
-        origin=start.resume if events.attempt > 0 and start.resume != "auto" else None,
+        origin=start.resume if start.resume != "auto" else None,
         mesh=mesh,
         division=division,
     )
