@@ -22,6 +22,18 @@ from fsdptool.source import resolve
 
 LAYERS, WIDTH, INNER, EXPERTS, CHOICES, TOKENS = 3, 256, 512, 8, 2, 2048
 GPU = load_gpu("H100-80GB-SXM")
+OTHERS = (
+    "accumulation",
+    "checkpointing",
+    "cpu_offload",
+    "gradients",
+    "micro_batch",
+    "optimizer_implementation",
+    "prefetch",
+    "reshard_after_forward",
+    "wrap",
+)
+"""What a search over meshes leaves as it is."""
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +129,9 @@ def test_a_search_shares_out_experts_and_says_why_its_mesh_won(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fsdptool.planning.search.search._PROGRESS_SECONDS", 0.0)
-    given = ("accumulation", "checkpointing", "cpu_offload", "gradients", "micro_batch", "prefetch", "wrap")
-    fixed = (*given, "optimizer_implementation", "reshard_after_forward")
     for cp in (1, 2):
         options = Options(reference=model, gpu=GPU.name, gpus=8, nodes=2, sequence_length=TOKENS, cp=cp)
-        inputs = dataclasses.replace(read_request(options).inputs, search="wide", fixed=(*fixed, "cp", "tp"))
+        inputs = dataclasses.replace(read_request(options).inputs, search="wide", fixed=(*OTHERS, "cp", "tp"))
         told: list[str] = []
         plan = make_plan(Request(inputs), progress=told.append)
         check_counts(told)
@@ -137,6 +147,16 @@ def test_a_search_shares_out_experts_and_says_why_its_mesh_won(
         lines = list(mesh_lines(plan))
         assert len(lines) == 4
         assert lines[0].startswith("mesh: ")
+
+
+@pytest.mark.slow
+def test_a_given_size_of_expert_groups_stays_where_layers_are_divided(model: str) -> None:
+    options = Options(reference=model, gpu=GPU.name, gpus=4, sequence_length=TOKENS, ep=2)
+    inputs = read_request(options).inputs
+    assert "ep" in inputs.fixed
+    inputs = dataclasses.replace(inputs, search="wide", fixed=(*inputs.fixed, *OTHERS, "cp"))
+    divided = [c for c in make_plan(Request(inputs)).candidates if c.settings.tp > 1]
+    assert {c.settings.ep for c in divided if c.rejected_by is None or c.step_seconds} == {2}
 
 
 def peak_of(plan: Plan, component: str) -> int:
