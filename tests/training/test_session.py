@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import session_cases as cases
 import torch
+import torch.distributed as dist
 from pool import Pool
 
 from fsdptool.distributed import devices, rendezvous, session
@@ -68,6 +70,23 @@ def test_many_ranks_connect_when_they_first_speak(
     monkeypatch.delenv(name)
     rendezvous._allow_connections(ranks)
     assert os.environ.get(name) == value
+
+
+def test_the_first_of_several_machines_listens_on_one_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", rendezvous.FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    own = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    for name, value in {**own, rendezvous.LISTEN: "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    rendezvous.join("gloo")
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_gpu_that_torch_cannot_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
