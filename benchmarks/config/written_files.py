@@ -58,7 +58,8 @@ def torchtitan(path: Path) -> dict[str, Any]:
         "compute_dtype": _DTYPES[training.mixed_precision_param],
         "optimizer": loaded.optimizer.name.lower(),
         "cpu_offload": training.enable_cpu_offload,
-        "compile": loaded.compile.enable,
+        # What we call compiled is the model; torchtitan can compile the loss alone.
+        "compile": loaded.compile.enable and "model" in loaded.compile.components,
         "gradient_checkpointing": loaded.activation_checkpoint.mode,
         "learning": {
             "learning_rate": loaded.optimizer.lr,

@@ -581,10 +581,10 @@ def test_a_launch_that_the_file_does_not_name_may_shard(model: str, tmp_path: Pa
     path = tmp_path / "train.yaml"
     adapters = LLAMA_FACTORY.replace("finetuning_type: full", "finetuning_type: lora")
     assert planned(path, adapters, model).verdict == "fits"
-    assert planned(path, LLAMA_FACTORY, "llama3:70b", gpu="RTX4090").verdict == "unknown"
+    assert planned(path, LLAMA_FACTORY, "llama3:8b", gpu="RTX4090").verdict == "unknown"
     line = "torchrun --nproc_per_node 2 sft.py --model_name_or_path gpt2 --dataset_name d --output_dir o"
     _, named = describe_command(line.split())
-    options = Options(model="llama3:70b", gpu="RTX4090", gpus=2, search=False)
+    options = Options(model="llama3:8b", gpu="RTX4090", gpus=2, search=False)
     assert make_plan(read_request(options, named)).verdict == "does_not_fit"
 
 
