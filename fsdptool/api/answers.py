@@ -6,12 +6,12 @@ Their records print in a few lines and show a page in a notebook.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from fsdptool.api.notebooks import notebook_progress
+from fsdptool.api.notebooks import notebook_progress, shown
 from fsdptool.api.options import DivisionOptions, InspectionOptions
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.options import takes, with_defaults
@@ -186,7 +186,7 @@ def plan(reference: str | None = None, /, **options: Unpack[Options]) -> ShownPl
         options["reference"] = reference
     try:
         with notebook_progress() as progress:
-            return _shown(ShownPlan, make_plan(read_request(options), progress=progress))
+            return shown(ShownPlan, make_plan(read_request(options), progress=progress))
     except FsdptoolError as error:
         # Messages are written for the command line.
         advice = as_arguments(error.help) if error.help is not None else None
@@ -202,7 +202,7 @@ def read_plan(path: str | PathLike[str]) -> ShownPlan:
     """
     from fsdptool.planning.plan import read_plan as read
 
-    return _shown(ShownPlan, read(Path(path)))
+    return shown(ShownPlan, read(Path(path)))
 
 
 @suggest_keywords(no_cache="use_cache")
@@ -243,7 +243,7 @@ def detect(reference: str, *, use_cache: bool = True, **options: Unpack[Inspecti
         from fsdptool.modeling.units import with_adapter
 
         anatomy = with_adapter(anatomy, use_cache=use_cache).anatomy
-    return _shown(ShownAnatomy, anatomy)
+    return shown(ShownAnatomy, anatomy)
 
 
 @suggest_keywords()
@@ -260,12 +260,4 @@ def compare(left: str | PathLike[str] | Plan, right: str | PathLike[str] | Plan)
     from fsdptool.planning.compare import compare as compare_sides
 
     sides = (side if isinstance(side, Plan) else Path(side) for side in (left, right))
-    return _shown(ShownComparison, compare_sides(*sides))
-
-
-_Record = TypeVar("_Record")
-
-
-def _shown(kind: type[_Record], record: Any) -> _Record:
-    """Return a record as its subclass that shows itself."""
-    return kind(**{field.name: getattr(record, field.name) for field in fields(record)})
+    return shown(ShownComparison, compare_sides(*sides))

@@ -26,7 +26,7 @@ _NOT_JUDGED = frozenset({"FSD107", "FSD109", "FSD110"})
 """Findings that say that nobody judges the FSDP settings of a file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explained:
     """One file, explained.
 
@@ -45,6 +45,12 @@ class Explained:
     def exit_code(self) -> int:
         """Return 1 for an error finding, else 0."""
         return int(ExitCode.FINDINGS if self.reading.errors else ExitCode.CLEAN)
+
+    def __repr__(self) -> str:
+        """Return who reads the file, whether FSDP runs, the run, and findings, in a few lines."""
+        from fsdptool.report.summaries import explained_lines
+
+        return "\n".join(explained_lines(self.reading, self.run))
 
 
 def explain_one(

@@ -1,11 +1,12 @@
-"""Progress of long work in a notebook, where the functions of ``import fsdptool`` run in a cell."""
+"""Notebooks: progress of long work below a cell, and records that show themselves."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from fsdptool.runs.work import listening
 
@@ -40,3 +41,11 @@ def notebook_progress() -> Iterator[Callable[[str], None] | None]:
     finally:
         if handle is not None:
             show("")
+
+
+_Record = TypeVar("_Record")
+
+
+def shown(kind: type[_Record], record: Any) -> _Record:
+    """Return a record as its subclass that shows itself."""
+    return kind(**{field.name: getattr(record, field.name) for field in fields(record)})

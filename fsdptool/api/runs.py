@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from fsdptool.api.notebooks import shown
 from fsdptool.api.options import ExportOptions
 from fsdptool.errors import ConfigError, WorkerError
 from fsdptool.launch.options import StartOptions
 from fsdptool.options import takes, with_defaults
+from fsdptool.records.run import Summary
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:
     from fsdptool.launch.start import OnEvent
-    from fsdptool.records.run import Summary
     from fsdptool.training.data.encoded import Done, Work
     from fsdptool.training.export.api import Exported
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownSummary(Summary):
+    """A :class:`~fsdptool.records.run.Summary` that prints in a few lines."""
+
+    def __repr__(self) -> str:
+        """Return how the run ended, its memory and speed, in a few lines."""
+        from fsdptool.report.summaries import run_lines
+
+        return "\n".join(run_lines(self))
 
 
 def _ignore(what: object) -> None:
@@ -32,7 +45,7 @@ def train(
     *,
     on_event: OnEvent | None = None,
     **options: Unpack[StartOptions],
-) -> Summary:
+) -> ShownSummary:
     """Train a recipe with the processes, mesh and wrapping of a configuration, and wait for the end.
 
     The workers are processes of their own, so this also works in a notebook. A stop signal (Ctrl-C) lets
@@ -58,7 +71,7 @@ def train(
         summary = ready.conclude(outcome).summary
     if outcome.failure is not None:
         raise WorkerError(outcome.failure.message, help=outcome.failure.help)
-    return summary
+    return shown(ShownSummary, summary)
 
 
 @suggest_keywords()

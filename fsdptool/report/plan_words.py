@@ -9,6 +9,7 @@ from fsdptool.formatting import amount
 from fsdptool.records.advice import ShortfallKind, Suggestion, SuggestionKind
 from fsdptool.records.command_documents import SweepRow
 from fsdptool.records.compilation import CompileReason
+from fsdptool.records.described_run import DescribedRun
 from fsdptool.records.fused_loss import FusedLossReason
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import (
@@ -359,22 +360,26 @@ def loop(plan: Plan) -> list[str]:
     return lines
 
 
+def described_in_short(run: DescribedRun, accumulation: int | None) -> str:
+    """Return the program, the method and the main settings of a described run in one line."""
+    version = f" {run.program_version}" if run.program_version else ""
+    method = run.method or "full"
+    parts = [
+        f"{method}, rank {run.lora_rank}" if run.lora_rank and method != "full" else method,
+        run.objective or "",
+        run.optimizer or "",
+        f"gradient checkpointing {run.gradient_checkpointing}" if run.gradient_checkpointing else "",
+        f"accumulation {accumulation}" if accumulation is not None else "",
+    ]
+    return f"run described for {run.program}{version}: {', '.join(part for part in parts if part)}"
+
+
 def described(plan: Plan) -> list[str]:
     """Return the run that another program's file describes, and what of it is not planned, in lines."""
     run = plan.inputs.run
     if run is None:
         return []
-    version = f" {run.program_version}" if run.program_version else ""
-    recipe = plan.inputs.recipe
-    method = run.method or "full"
-    parts = [
-        f"{method}, rank {run.lora_rank}" if run.lora_rank and method != "full" else method,
-        run.objective or "",
-        f"{run.optimizer}" if run.optimizer else "",
-        f"gradient checkpointing {run.gradient_checkpointing}" if run.gradient_checkpointing else "",
-        f"accumulation {recipe.batch.accumulation}",
-    ]
-    lines = [f"run described for {run.program}{version}: {', '.join(part for part in parts if part)}"]
+    lines = [described_in_short(run, plan.inputs.recipe.batch.accumulation)]
     if run.fsdp == "none":
         lines.append("it does not use FSDP: every rank holds a copy of the model")
     elif run.fsdp == 1:

@@ -11,10 +11,13 @@ from fsdptool.records.detection import Detection
 from fsdptool.records.diagnostic import Answer, Diagnostic
 from fsdptool.records.plan import Plan
 from fsdptool.report import plan_words as words
+from fsdptool.report.console.findings import reader_lines
 from fsdptool.report.plan_words import duration, rate
 
 if TYPE_CHECKING:
     from fsdptool.config.result import Reading
+    from fsdptool.records.described_run import DescribedRun
+    from fsdptool.records.run import Summary
 
 
 _SHOWN_FINDINGS = 6
@@ -85,6 +88,31 @@ def verdict_lines(readings: Sequence[Reading]) -> list[str]:
         lines.append(f"{place}: {item.severity} {item.code} {item.message}")
     if len(findings) > _SHOWN_FINDINGS:
         lines.append(f"... and {len(findings) - _SHOWN_FINDINGS} more")
+    return _printable(lines)
+
+
+def explained_lines(reading: Reading, run: DescribedRun | None) -> list[str]:
+    """Return an explained file in a few lines: who reads it, whether FSDP runs, the run, and findings."""
+    lines = reader_lines(reading)
+    if run is not None:
+        lines.append(words.described_in_short(run, run.accumulation))
+    return _printable([*lines, *_found(reading.diagnostics)])
+
+
+def run_lines(summary: Summary) -> list[str]:
+    """Return a run that ended in a few lines: steps, memory, speed, checkpoint and failure."""
+    ranks = _counted(summary.world_size, "rank")
+    lines = [f"{summary.status}: {_counted(summary.steps, 'step')} on {ranks}"]
+    if summary.failure is not None:
+        lines.append(summary.failure.message)
+    measured = max((peak for peak in summary.measured_peak_bytes if peak is not None), default=None)
+    lines.append(
+        f"peak memory per rank: {amount(summary.predicted_peak_bytes)} predicted, {amount(measured)} measured"
+    )
+    if (median := summary.throughput.get("step_seconds_median")) is not None:
+        lines.append(f"{duration(median)} per step (median)")
+    if summary.last_checkpoint is not None:
+        lines.append(f"last checkpoint: {summary.last_checkpoint}")
     return _printable(lines)
 
 

@@ -223,6 +223,20 @@ def test_migrate_returns_the_text_and_writes_when_asked(tmp_path: Path) -> None:
         fsdptool.migrate(file, to="env", write=True)
 
 
+def test_an_explained_file_prints_in_a_few_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(FSDP1)
+    (tmp_path / "b.yaml").write_text("base_model: gpt2\nadapter: lora\nlora_r: 4\nmicro_batch_size: 1\n")
+    configuration, training = fsdptool.explain([tmp_path / "a.yaml", tmp_path / "b.yaml"])
+    first, second, *findings = repr(configuration).splitlines()
+    assert (first.split(": ")[1][:37], second) == (
+        "accelerate file, read by accelerate 1",
+        "FSDP version 1 runs",
+    )
+    assert findings[0].startswith("warning FSD")
+    assert "run described for axolotl" in repr(training)
+    assert "lora, rank 4" in repr(training)
+
+
 def test_train_and_export_refuse_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         fsdptool.train(tmp_path / "recipe.yaml", tmp_path / "fsdp.yaml", output=tmp_path / "run")

@@ -223,6 +223,8 @@ def test_python_and_a_notebook(work: Work, undisturbed: Run, tmp_path: Path) -> 
     assert places, "gloo's ranks listen for one another"
     assert not [place for place in places if not place[0].startswith(LOOPBACK)]
     assert (summary.status, summary.world_size, events.count("step")) == ("completed", 2, STEPS)
+    assert repr(summary).splitlines()[0] == f"completed: {STEPS} steps on 2 ranks"
+    assert "last checkpoint: checkpoints/step-" in repr(summary)
     assert losses(folder) == losses(undisturbed.folder)
     assert digests(folder) == digests(undisturbed.folder)
 

@@ -161,6 +161,18 @@ def _room(width: int | None) -> int | None:
     return width - 2 if width is not None else None
 
 
+def reader_lines(reading: Reading) -> list[str]:
+    """Return who reads a file and whether FSDP runs."""
+    lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    if reading.version is not None:
+        lines.append(f"FSDP version {reading.version} runs")
+    elif any(item.code == "FSD116" for item in reading.diagnostics):
+        lines.append("Whether FSDP runs is not known: a file was not read")
+    elif reading.dialect not in (None, "python"):
+        lines.append("FSDP does not run")
+    return lines
+
+
 def render_explanation(reading: Reading, run: DescribedRun | None = None, *, width: int | None = None) -> str:
     """Return settings, values and origins in columns, then what was ignored, the run, and the findings.
 
@@ -169,14 +181,8 @@ def render_explanation(reading: Reading, run: DescribedRun | None = None, *, wid
         run: The run that the file describes, or None.
         width: Columns of the terminal; None is as many as the text needs.
     """
-    lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    lines = reader_lines(reading)
     findings = render_concise([reading]).splitlines()
-    if reading.version is not None:
-        lines.append(f"FSDP version {reading.version} runs")
-    elif any(item.code == "FSD116" for item in reading.diagnostics):
-        lines.append("Whether FSDP runs is not known: a file was not read")
-    elif reading.dialect not in (None, "python"):
-        lines.append("FSDP does not run")
     if reading.effective:
         lines.append("")
         rows = [(item.key, printable(shown(item.value)), item.origin) for item in reading.effective]
