@@ -78,6 +78,8 @@ _ALONE = frozenset({"torchrun", "accelerate-launch", "deepspeed", "composer", "l
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?(?:\.exe)?")
 _PYTHON_VARIABLE = re.compile(r"\$\{?\w*PY(?:THON)?(?:_?(?:BIN|EXE|PATH|CMD))?\}?", re.IGNORECASE)
 """A variable that holds the interpreter: ``$PYTHON_BIN``."""
+_HELD = re.compile(r'"?\$(?:\w+|\{\w+(?:\[[@*]\])?\})"?')
+"""A variable or an array; before ``-m MODULE`` it holds an interpreter, whatever its name: ``"${LAUNCH[@]}"``."""
 _NOT_RUN = frozenset([
     "pip", "pip3", "conda", "apt", "apt-get", "echo", "printf", "cat", "cd", "git", "which", "type", "ls",
     "command", "mkdir", "rm", "cp", "mv", "source", ".", "module", "ln", "touch", "alias", "pkill", "kill",
@@ -86,7 +88,7 @@ _NOT_RUN = frozenset([
 """What mentions the name of a program without starting it."""
 _HINT = re.compile(
     r"\b(?:accelerate|torchrun|deepspeed|python\d*|axolotl|llamafactory-cli|lmf|trl|tune|swift|megatron"
-    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|uv|run_train\.sh)\b"
+    r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|uv|run_train\.sh)\b|\s-m\s"
 )
 _NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"(?!\$)|'""")
 """How YAML, JSON and TOML begin, and no shell script does."""
@@ -409,7 +411,7 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
         if after is not None and after.value in _COMMANDS.get(name, ()):
             verb = "" if name == "accelerate" else str(after.value)
             return _parsed(text, Command(name, verb, word.start, end), after.end)
-        if _PYTHON.fullmatch(name):
+        if _PYTHON.fullmatch(name) or (after is not None and after.value == "-m" and _HELD.fullmatch(word.raw)):
             return _python(text, words[at:], end)
         if name == "run_train.sh":
             return _torchtitan(text, words[:at], word, end)

@@ -35,7 +35,10 @@ _WHOLE_LIST = re.compile(
 _PARAMETER = re.compile(rf"({_NAME}|\d)(?:\[(\d+|[@*])\])?(.*)", re.DOTALL)
 _PLAIN = re.compile(rf"\$({_NAME}|\d)")
 _EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
-_EQUAL = re.compile(rf'\[+\s*"?\$\{{?({_NAME})\}}?"?\s*(==?|!=)\s*["\']?([\w.\-/]*)["\']?\s*\]+')
+_EQUAL = re.compile(
+    rf'\[+\s*(?P<left>"?\$(?:{_NAME}|\{{{_NAME}(?P<other>:?-[^{{}}"]*)?\}})"?)\s*(?P<sign>==?|!=)'
+    r'\s*["\']?(?P<right>[\w.\-/]*)["\']?\s*\]+'
+)
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
 _BATCH_OPTION = re.compile(
     r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.,-]{1,100})"
@@ -293,11 +296,12 @@ class _Script:
         equal = _EQUAL.fullmatch(condition)
         if equal is None:
             return None
-        assigned, value = self.get(equal.group(1))
-        value = value if assigned else ""
+        name = re.search(_NAME, equal["left"])
+        unset = name is not None and not self.get(name.group())[0] and equal["other"] is None
+        value = "" if unset else self._word(equal["left"])
         if value is None or "$" in value:
             return None
-        return (value == equal.group(3)) == (equal.group(2) != "!=")
+        return (value == equal["right"]) == (equal["sign"] != "!=")
 
     # Assignments
 

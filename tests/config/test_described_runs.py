@@ -225,6 +225,14 @@ def test_where_a_command_writes_to_is_no_value_of_its_flags(where: str) -> None:
     assert after == run or where.endswith("&")
 
 
+@pytest.mark.parametrize("held", ['"${LAUNCH[@]}"', "$LAUNCH", "${LAUNCH}"])
+def test_a_variable_before_a_module_holds_what_starts_it(held: str) -> None:
+    """Which of two interpreters a branch chooses changes nothing of the run."""
+    text = "LAUNCH=(python3)\nif command -v uv; then LAUNCH=(uv run python3); fi\nMODEL=Qwen/Qwen3-8B\n"
+    run = described(f"{text}{held} -m verl.trainer.sft_trainer model.path=$MODEL data.max_length=64\n")
+    assert (run.program, run.model, run.sequence_length) == ("verl", "Qwen/Qwen3-8B", 64)
+
+
 def test_the_rows_of_pairs_are_explained() -> None:
     run = described("trl reward --model_name_or_path org/Llama-3.1-8B --dataset_name d\n")
     assert "a pair is planned as two rows of the micro-batch; --micro-batch counts rows" in run.notes
@@ -374,6 +382,13 @@ def test_the_usual_method_of_quantisation_leaves_nothing_open() -> None:
     assert [item.key for item in described(f"{text}quantization_method: hqq\n").keys.not_modelled] == [
         "quantization_method"
     ]
+
+
+def test_llamafactory_takes_the_switches_of_trainer_for_liger_and_its_own_for_float8() -> None:
+    text = "model_name_or_path: gpt2\nstage: sft\nfinetuning_type: full\ntemplate: x\ndo_train: true\n"
+    run = described(f"{text}use_liger_kernel: true\nfp8: true\n")
+    assert (run.fused_loss, run.compute_dtype) == ("liger", "bf16")
+    assert (described(text).fused_loss, described(text).compute_dtype) == ("none", "fp32")
 
 
 def test_dropout_of_adapters_is_the_programs_default() -> None:

@@ -43,6 +43,8 @@ def words(script: str, files: NamedFiles | None = None) -> list[str]:
         ": ${D:=deflt}\necho x $D",
         "T=${1:-dpo}\necho x $T",
         "A=1\nA=2\necho x ${A:+yes} ${NONE:+no}end",
+        'L=(a)\nif [ "${U:-1}" != 0 ]; then L=(b c); fi\necho x "${L[@]}" -m d',
+        'U=0\nif [[ "${U:-1}" == "1" ]]; then K=one; else K="two $U"; fi\necho x $K',
     ],
 )  # fmt: skip
 def test_a_command_has_the_words_that_bash_gives_it(script: str) -> None:

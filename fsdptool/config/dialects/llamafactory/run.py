@@ -40,11 +40,14 @@ def describe(file: RunFile) -> DescribedRun:
         "freeze_vision_tower",
         "freeze_multi_modal_projector",
     )
-    if pure:
+    if pure or (read.raw("fp8") is True and facts["compute_dtype"] == "fp32"):
+        # train/fp8_utils.py:134 and :225: accelerate's fp8, which computes the rest under bf16 autocast.
         facts["compute_dtype"] = "bf16"
     facts["gradient_checkpointing"] = "none" if read.flag("disable_gradient_checkpointing") else "full"
-    facts["fused_loss"] = "liger" if read.flag("enable_liger_kernel") and stage in ("pt", "sft") else "none"
-    facts["fused_kernels"] = LIGER_KERNELS if read.flag("enable_liger_kernel") else ()
+    # LLaMA-Factory's own switch, or that of TrainingArguments: Trainer patches the model by itself.
+    liger = read.flag("enable_liger_kernel") or facts["fused_loss"] == "liger"
+    facts["fused_loss"] = "liger" if liger and stage in ("pt", "sft") else "none"
+    facts["fused_kernels"] = LIGER_KERNELS if liger else ()
     adapter = kind in ("lora", "oft")
     bits = read.whole("quantization_bit")
     # model/adapter.py:257 and :284 (0.9.5): peft casts adapters to fp32, whatever pure_bf16 says.
