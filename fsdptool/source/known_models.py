@@ -99,6 +99,23 @@ _OTHER_UPLOADS = {
     "zai-org/glm-4.6": "glm4-moe:4.5",
     "zai-org/glm-4.7": "glm4-moe:4.5",
     "lodestones/chroma": "chroma:1-hd",
+    **dict.fromkeys(
+        (
+            "kandinskylab/kandinsky-5.0-t2v-lite-sft-5s-diffusers",
+            "kandinskylab/kandinsky-5.0-t2v-lite-pretrain-5s-diffusers",
+            "kandinskylab/kandinsky-5.0-t2v-lite-sft-10s-diffusers",
+            "kandinskylab/kandinsky-5.0-t2v-lite-pretrain-10s-diffusers",
+            "kandinskylab/kandinsky-5.0-i2v-lite-5s-diffusers",
+        ),
+        "kandinsky5:t2v-lite",
+    ),
+    "kandinskylab/kandinsky-5.0-t2i-lite-pretrain-diffusers": "kandinsky5:t2i-lite",
+    "terminusresearch/fluxbooru-v0.3": "flux.1:dev",
+    "terminusresearch/neta-lumina-v1": "lumina2:2b",
+    "efficient-large-model/sana_1600m_2kpx_bf16_diffusers": "sana:1.6b",
+    "purplesmartai/pony-v7-base": "auraflow:v0.3",
+    "terminusresearch/pixart-900m-1024-ft-v0.7-stage1": "pixart-sigma:900m-1024",
+    "terminusresearch/pixart-900m-1024-ft-v0.7-stage2": "pixart-sigma:900m-1024",
 }
 """Hub ids whose names are not those of the size that they hold."""
 _OTHER_SHAPES = frozenset([

@@ -96,6 +96,7 @@ MODELS: dict[str, dict[str, str]] = {
         "v0.3": "fal/AuraFlow-v0.3",
         "v0.2": "fal/AuraFlow-v0.2",
         "v0.1": "fal/AuraFlow",
+        "pony": "purplesmartai/pony-v7-base",
     },
     "chroma": {
         "base": "lodestones/Chroma1-Base",
@@ -123,6 +124,8 @@ MODELS: dict[str, dict[str, str]] = {
         "krea": "black-forest-labs/FLUX.1-Krea-dev",
         "schnell": "black-forest-labs/FLUX.1-schnell",
         "kontext": "black-forest-labs/FLUX.1-Kontext-dev",
+        "fluxbooru": "terminusresearch/fluxbooru-v0.3",
+        "libreflux": "jimmycarter/LibreFlux-SimpleTuner",
     },
     "flux2": {
         "dev": "black-forest-labs/FLUX.2-dev",
@@ -137,6 +140,22 @@ MODELS: dict[str, dict[str, str]] = {
     "hunyuanvideo": {
         "t2v-480p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "t2v-720p": "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    },
+    "kandinsky5-image": {
+        "t2i-lite-sft": "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers",
+        "t2i-lite-pretrain": "kandinskylab/Kandinsky-5.0-T2I-Lite-pretrain-Diffusers",
+        "i2i-lite-sft": "kandinskylab/Kandinsky-5.0-I2I-Lite-sft-Diffusers",
+        "i2i-lite-pretrain": "kandinskylab/Kandinsky-5.0-I2I-Lite-pretrain-Diffusers",
+    },
+    "kandinsky5-video": {
+        "t2v-lite-sft-5s": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
+        "t2v-lite-pretrain-5s": "kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-5s-Diffusers",
+        "t2v-lite-sft-10s": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-10s-Diffusers",
+        "t2v-lite-pretrain-10s": "kandinskylab/Kandinsky-5.0-T2V-Lite-pretrain-10s-Diffusers",
+        "t2v-pro-sft-5s-hd": "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-5s-Diffusers",
+        "t2v-pro-sft-10s-hd": "kandinskylab/Kandinsky-5.0-T2V-Pro-sft-10s-Diffusers",
+        "i2v-lite-5s": "kandinskylab/Kandinsky-5.0-I2V-Lite-5s-Diffusers",
+        "i2v-pro-sft-5s": "kandinskylab/Kandinsky-5.0-I2V-Pro-sft-5s-Diffusers",
     },
     "kolors": {
         "1.0": "Kwai-Kolors/Kolors-diffusers",
@@ -156,6 +175,7 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "lumina2": {
         "2.0": "Alpha-VLLM/Lumina-Image-2.0",
+        "neta-lumina": "terminusresearch/neta-lumina-v1",
     },
     "omnigen": {
         "v1": "Shitao/OmniGen-v1-diffusers",
@@ -165,6 +185,8 @@ MODELS: dict[str, dict[str, str]] = {
         "600m-512": "PixArt-alpha/PixArt-Sigma-XL-2-512-MS",
         "600m-2048": "PixArt-alpha/PixArt-Sigma-XL-2-2K-MS",
         "900m-1024-v0.6": "terminusresearch/pixart-900m-1024-ft-v0.6",
+        "900m-1024-v0.7-stage1": "terminusresearch/pixart-900m-1024-ft-v0.7-stage1",
+        "900m-1024-v0.7-stage2": "terminusresearch/pixart-900m-1024-ft-v0.7-stage2",
     },
     "qwen_image": {
         "v1.0": "Qwen/Qwen-Image",
@@ -180,6 +202,8 @@ MODELS: dict[str, dict[str, str]] = {
         "sana1.0-600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
         "sana1.5-1.6b-1024": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
         "sana1.5-4.8b-1024": "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+        "sana1.0-1.6b-2048": "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers",
+        "sana1.0-600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
     },
     "sanavideo": {
         "2b-480p": "Efficient-Large-Model/SANA-Video_2B_480p_diffusers",
@@ -187,6 +211,7 @@ MODELS: dict[str, dict[str, str]] = {
     "sd1x": {
         "1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "1.4": "CompVis/stable-diffusion-v1-4",
+        "dreamshaper": "Lykon/dreamshaper-8",
     },
     "sd2x": {
         "2.1": "stabilityai/stable-diffusion-2-1",
@@ -197,6 +222,8 @@ MODELS: dict[str, dict[str, str]] = {
     },
     "sdxl": {
         "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
+        "base-0.9": "stabilityai/stable-diffusion-xl-base-0.9",
+        "refiner-1.0": "stabilityai/stable-diffusion-xl-refiner-1.0",
     },
     "stable_cascade": {
         "stage-c": "stabilityai/stable-cascade-prior",
@@ -209,6 +236,9 @@ MODELS: dict[str, dict[str, str]] = {
         "i2v-14b-2.2-low": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
         "vace-1.3b-2.1": "Wan-AI/Wan2.1-VACE-1.3B-diffusers",
         "ti2v-5b-2.2": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+        "i2v-14b-2.1-720p": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+        "i2v-720p-14b-2.1": "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+        "vace-14b-2.1": "Wan-AI/Wan2.1-VACE-14B-diffusers",
     },
     "z_image": {
         "turbo": "Tongyi-MAI/Z-Image-Turbo",
@@ -224,6 +254,8 @@ DEFAULT_FLAVOURS = {
     "flux2": "dev",
     "hidream": "full",
     "hunyuanvideo": "t2v-480p",
+    "kandinsky5-image": "t2i-lite-sft",
+    "kandinsky5-video": "t2v-lite-sft-5s",
     "kolors": "1.0",
     "ltxvideo": "0.9.5",
     "lumina2": "2.0",
@@ -233,6 +265,7 @@ DEFAULT_FLAVOURS = {
     "sana": "sana1.5-4.8b-1024",
     "sanavideo": "2b-480p",
     "stable_cascade": "stage-c",
+    "sd1x": "dreamshaper",
     "sd3": "medium",
     "sdxl": "base-1.0",
     "wan": "t2v-480p-1.3b-2.1",
