@@ -264,6 +264,47 @@ def test_simpletuner_chooses_layers_by_the_family(
     assert ("add_k_proj" in targets) == (family != "sdxl" and not more)
 
 
+_TOOLKIT = (
+    "job: extension\nconfig:\n  name: n\n  process:\n  - type: sd_trainer\n    network: {{type: lora, linear: 4{}}}\n"
+    "    datasets: [{{folder_path: d, control_path: c}}]\n    train: {{steps: 2}}\n"
+    "    model: {{name_or_path: {}, arch: {}{}}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (_TOOLKIT.format("", "Qwen/Qwen-Image-Edit", "qwen_image_edit", ""), {"datasets.control_path": "more"}),
+        (_TOOLKIT.format("", "Qwen/Qwen-Image", "qwen_image", ""), {}),
+        (
+            _TOOLKIT.format(
+                ", network_kwargs: {ignore_if_contains: [ff_i]}", "a/b", "hidream",
+                ", model_kwargs: {llama_model_path: c/d}",
+            ),
+            {"network.network_kwargs": "less"},
+        ),
+        (
+            _TOOLKIT.format(", network_kwargs: {lokr_full_rank: true}", "a/b", "hidream", ""),
+            {"network.network_kwargs": None},
+        ),
+        (
+            '{"model_family": "flux", "model_flavour": "kontext", "model_type": "lora",'
+            ' "data_backend_config": "b.json"}',
+            {"conditioning_data": "more"},
+        ),
+        ('{"model_family": "flux", "model_type": "lora", "data_backend_config": "b.json"}', {}),
+        (
+            "accelerate launch train_dreambooth_lora_flux_kontext.py --pretrained_model_name_or_path m/n"
+            " --output_dir o --dataset_name d --image_column a --cond_image_column b\n",
+            {"cond_image_column": "more"},
+        ),
+    ],
+)  # fmt: skip
+def test_images_that_are_edited_lengthen_the_sequence(text: str, told: dict[str, str | None]) -> None:
+    memory = {item.key: item.side for item in described(text).keys.not_modelled if item.changes == "memory"}
+    assert memory == told
+
+
 def test_the_first_shell_files_of_simpletuner_train_whole_models(tmp_path: Path) -> None:
     file = tmp_path / "config.env"
     file.write_text(

@@ -254,6 +254,7 @@ class RunReader:
         self.used: dict[str, None] = {}
         self.asked: set[str] = set()
         self.unread: set[str] = set()
+        self.further: list[UnmodelledKey] = []
         self.wrong: dict[str, None] = {}
         self.taken: dict[str, TakenDefault] = {}
         self.learnt: dict[str, None] = {}
@@ -392,6 +393,10 @@ class RunReader:
         """Count keys as without effect: the program does not read them as the rest of the file is."""
         self.unread.update(keys)
 
+    def unmodelled(self, key: str, side: Side) -> None:
+        """Tell a key that changes memory as the file has it and is not modelled, beside those of the table."""
+        self.further.append(UnmodelledKey(key, "memory", side))
+
     def section(self, key: str) -> Mapping[str, Any]:
         """Return a section; anything else is a problem, and none."""
         value = self.raw(key)
@@ -486,8 +491,10 @@ class RunReader:
             ("memory", self.keys.memory), ("time", self.keys.time), ("numbers", self.keys.numbers),
         )  # fmt: skip
         not_modelled += (UnmodelledKey(key, "memory", decides=()) for key in self.wrong)
+        not_modelled += self.further
+        told_already = {*self.wrong, *(item.key for item in self.further)}
         for key, value in self._unread(self.data, ""):
-            if key in self.wrong:
+            if key in told_already:
                 continue
             if key in self.unread:
                 no_effect.append(key)

@@ -25,6 +25,10 @@ _QUANTISED = {
 """``qtype`` (without the path behind a bar), the dtype of the base and the quantisation."""
 _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
+_CHOOSE = frozenset({"ignore_if_contains", "only_if_contains"})
+"""Arguments of a network that leave layers without adapters (toolkit/lora_special.py)."""
+_EDITS = frozenset({"qwen_image_edit", "qwen_image_edit_plus", "flux_kontext", "omnigen2", "hidream_e1", "flux2"})
+"""Architectures that append the patches of control images to those of the image that trains."""
 _TARGETS = "linear layers of the transformer blocks"
 
 
@@ -41,6 +45,12 @@ def describe(file: RunFile) -> DescribedRun | None:
     low_rank = kind in ("lora", "lierla", "locon", "dora") or (
         kind == "lokr" and not read.flag("network.lokr_full_rank")
     )
+    chosen = read.raw("network.network_kwargs")
+    if isinstance(chosen, Mapping) and chosen and chosen.keys() <= _CHOOSE:
+        read.unmodelled("network.network_kwargs", "less")
+    told = read.raw("model.model_kwargs")
+    if isinstance(told, Mapping) and told.keys() <= {"llama_model_path"}:
+        read.inert("model.model_kwargs")
     base, quantisation = _base(read, dtype)
     micro, steps = read.whole("train.batch_size"), read.whole("train.steps")
     legacy = read.whole("train.gradient_accumulation_steps")
@@ -109,14 +119,19 @@ def _datasets(read: RunReader) -> tuple[list[int], int]:
     """Return the sides of the squares that images are as large as, and the frames of a sample."""
     listed = read.value("datasets")
     sides: list[int] = []
-    frames = 1
+    frames, controlled = 1, False
+    arch = (read.text("model.arch") or "").lower()
     for item in listed if isinstance(listed, list) else []:
         if not isinstance(item, Mapping):
             continue
+        if any(item.get(key) for key in item if str(key).startswith("control_path")) and arch in _EDITS:
+            controlled = True
         sizes = item.get("resolution", 512)
         for size in sizes if isinstance(sizes, list) else [sizes]:
             if isinstance(size, int | float) and 0 < size < _LARGEST:
                 sides.append(int(size))
         count = item.get("num_frames", 1)
         frames = max(frames, count if isinstance(count, int) else 1)
+    if controlled:
+        read.unmodelled("datasets.control_path", "more")
     return sides, frames

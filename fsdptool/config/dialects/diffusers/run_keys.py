@@ -24,7 +24,7 @@ KEYS = RunKeys(
         less="do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling",
         more="""
         train_text_encoder with_prior_preservation train_text_encoder_ti
-        controlnet_model_name_or_path use_dora
+        controlnet_model_name_or_path use_dora cond_image_column
         """,
         either="""
         enable_xformers_memory_efficient_attention lora_layers aspect_ratio_buckets

@@ -6,6 +6,7 @@ Source: SimpleTuner 4.8.0 ``helpers/configuration/cmd_args.py:982-1109`` (steps,
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,8 @@ from fsdptool.records.described_run import DescribedMesh, DescribedRun
 _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _TRAINED = frozenset({"image", "video", "audio", ""})
+_EDITS = re.compile(r"kontext|qwen-image-edit|hidream-e1", re.IGNORECASE)
+"""Models that append the patches of a conditioning image to those of the image that trains."""
 
 
 def describe(file: RunFile) -> DescribedRun:
@@ -67,6 +70,8 @@ def describe(file: RunFile) -> DescribedRun:
     read.use("num_train_epochs", "lora_alpha")
     attention = read.text("attention_mechanism") or "diffusers"
     recomputes = read.flag("gradient_checkpointing") or read.flag("fsdp_activation_checkpointing")
+    if model is not None and _EDITS.search(model):
+        read.unmodelled("conditioning_data", "more")
     return read.describe(
         model=model,
         method=method,
