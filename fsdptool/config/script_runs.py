@@ -32,6 +32,7 @@ from fsdptool.scripts.models import PARTS_OF_UNSLOTH, RECOMPUTED_BY_UNSLOTH
 from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
+from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
 
 _MODEL = (
     "model_name_or_path dtype attn_implementation use_peft lora_r lora_alpha padding max_length resolution"
@@ -401,11 +402,12 @@ def _adapter(read: RunReader) -> dict[str, Any]:
         return {"method": "full"}
     four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
     saved = read.names("lora_modules_to_save")
+    kind = type_of(read.text("model_name_or_path") or "")
     return {
         "method": "qlora" if four else "lora8bit" if eight else "lora",
         "lora_rank": read.whole("lora_r"),
         "lora_dropout": read.number("lora_dropout"),
-        "lora_targets": read.names("lora_target_modules") or ("q_proj", "v_proj"),
+        "lora_targets": read.names("lora_target_modules") or PEFT_TARGETS.get(kind or "", USUAL),
         "lora_modules_to_save": (saved,) if isinstance(saved, str) else saved or (),
     }
 

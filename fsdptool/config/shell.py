@@ -79,7 +79,7 @@ _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?(?:\.exe)?")
 _PYTHON_VARIABLE = re.compile(r"\$\{?\w*PY(?:THON)?(?:_?(?:BIN|EXE|PATH|CMD))?\}?", re.IGNORECASE)
 """A variable that holds the interpreter: ``$PYTHON_BIN``."""
 _HELD = re.compile(r'"?\$(?:\w+|\{\w+(?:\[[@*]\])?\})"?')
-"""A variable or an array; before ``-m MODULE`` it holds an interpreter, whatever its name: ``"${LAUNCH[@]}"``."""
+"""A variable or an array; before ``-m MODULE`` it holds an interpreter: ``"${LAUNCH[@]}"``."""
 _NOT_RUN = frozenset([
     "pip", "pip3", "conda", "apt", "apt-get", "echo", "printf", "cat", "cd", "git", "which", "type", "ls",
     "command", "mkdir", "rm", "cp", "mv", "source", ".", "module", "ln", "touch", "alias", "pkill", "kill",
@@ -411,7 +411,9 @@ def _command(text: str, words: list[Node], end: int) -> Command | None:
         if after is not None and after.value in _COMMANDS.get(name, ()):
             verb = "" if name == "accelerate" else str(after.value)
             return _parsed(text, Command(name, verb, word.start, end), after.end)
-        if _PYTHON.fullmatch(name) or (after is not None and after.value == "-m" and _HELD.fullmatch(word.raw)):
+        if _PYTHON.fullmatch(name) or (
+            after is not None and after.value == "-m" and _HELD.fullmatch(word.raw)
+        ):
             return _python(text, words[at:], end)
         if name == "run_train.sh":
             return _torchtitan(text, words[:at], word, end)

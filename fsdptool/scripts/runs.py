@@ -40,6 +40,12 @@ ARGUMENTS = (
     "TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig",
     "ORPOConfig", "RewardConfig", "CPOConfig", "PPOConfig", "RLOOConfig",
 )  # fmt: skip
+_OF_TRAINERS = {
+    "sft": ("max_seq_length", "packing"), "dpo": ("max_length", "max_prompt_length"),
+    "kto": ("max_length", "max_prompt_length"), "orpo": ("max_length", "max_prompt_length"),
+    "reward": ("max_length",),
+}  # fmt: skip
+"""Arguments of the trainers until TRL 0.12; unsloth still takes those of ``sft``."""
 _LENGTHS = (
     "max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_length", "max_length", "block_size",
     "context_length", "model_max_length", "cutoff_len", "seqlen",
@@ -169,9 +175,8 @@ class _Reader(ParallelismReader):
             self._arguments(given, objective)
         elif arguments is not None:
             self.run.problems.append(f"line {event.node.lineno}: the arguments of {kind} are not read")  # type: ignore[attr-defined]
-        if objective == "sft":  # arguments of the trainer until TRL 0.12, which unsloth still takes
-            for name in ("max_seq_length", "packing"):
-                self.put(name, event.keywords.get(name), event.places.get(name, event.node), name)
+        for name in _OF_TRAINERS.get(objective or "", ()):
+            self.put(name, event.keywords.get(name), event.places.get(name, event.node), name)
         adapter = event.get("peft_config")
         if adapter is not None:
             self._adapter(adapter, event.places.get("peft_config", event.node))
@@ -387,6 +392,8 @@ class _Reader(ParallelismReader):
             if not is_constant(event.get("use_gradient_checkpointing", 1), False)
         ]
         for event in enabled:
+            if any(_asks_arguments(guard) for guard in event.guards):
+                continue
             self.run.settings.pop("gradient_checkpointing", None)
             self.say("gradient_checkpointing", True, event.node, event.name)
 
@@ -463,3 +470,9 @@ def _is_optimizer(name: str) -> bool:
     return name.startswith("optim.") or (
         name.startswith(("torchao.", "deepspeed.", "apex.")) and "Adam" in last
     )
+
+
+def _asks_arguments(guard: Condition) -> bool:
+    """Whether something happens only if the arguments of a trainer ask for checkpointing themselves."""
+    test = guard.node.test if isinstance(guard.node, ast.If) else None
+    return guard.branch and isinstance(test, ast.Attribute) and test.attr == "gradient_checkpointing"

@@ -265,7 +265,8 @@ def test_simpletuner_chooses_layers_by_the_family(
 
 
 _TOOLKIT = (
-    "job: extension\nconfig:\n  name: n\n  process:\n  - type: sd_trainer\n    network: {{type: lora, linear: 4{}}}\n"
+    "job: extension\nconfig:\n  name: n\n  process:\n  - type: sd_trainer\n"
+    "    network: {{type: lora, linear: 4{}}}\n"
     "    datasets: [{{folder_path: d, control_path: c}}]\n    train: {{steps: 2}}\n"
     "    model: {{name_or_path: {}, arch: {}{}}}\n"
 )
@@ -274,8 +275,8 @@ _TOOLKIT = (
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (_TOOLKIT.format("", "Qwen/Qwen-Image-Edit", "qwen_image_edit", ""), {"datasets.control_path": "more"}),
-        (_TOOLKIT.format("", "Qwen/Qwen-Image", "qwen_image", ""), {}),
+        (_TOOLKIT.format("", "a/b", "qwen_image_edit", ""), {"datasets.control_path": "more"}),
+        (_TOOLKIT.format("", "a/b", "qwen_image", ""), {}),
         (
             _TOOLKIT.format(
                 ", network_kwargs: {ignore_if_contains: [ff_i]}", "a/b", "hidream",

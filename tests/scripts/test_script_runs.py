@@ -768,3 +768,52 @@ def test_a_translation_keeps_momentum_or_tells_that_it_is_lost() -> None:
     own = translate(run, "fsdptool")
     assert own.run.momentum == 0.9 and "momentum" not in [item.name for item in own.losses]
     assert "momentum" in [item.name for item in translate(run, "trl").losses]
+
+
+PAIRS = """
+from transformers import AutoModelForCausalLM, TrainingArguments
+from peft import LoraConfig
+from trl import DPOTrainer, TrlParser
+length = 1512
+model = AutoModelForCausalLM.from_pretrained("google-t5/t5-base", dtype="bfloat16")
+args = ARGUMENTS
+if args.gradient_checkpointing:
+    model.gradient_checkpointing_enable()
+trainer = DPOTrainer(
+    model, args=args, peft_config=LoraConfig(r=4, task_type="CAUSAL_LM"), train_dataset=data,
+    max_length=length, max_prompt_length=1024,
+)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recomputes"),
+    [
+        ("TrlParser(TrainingArguments).parse_args_and_config()", "none"),
+        ("TrainingArguments('o', gradient_checkpointing=True)", "full"),
+        ("TrainingArguments('o', gradient_checkpointing=False)", "none"),
+    ],
+)
+def test_the_first_trainers_of_pairs_took_lengths_themselves(arguments: str, recomputes: str) -> None:
+    run = described(PAIRS.replace("ARGUMENTS", arguments))
+    assert (run.program_version, run.sequence_length, run.gradient_checkpointing) == (
+        "0.18.0",
+        1512,
+        recomputes,
+    )
+    assert run.lora_targets == ("q", "v")
+
+
+def test_layers_that_peft_adapts_follow_from_the_model() -> None:
+    run = described("""
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("gpt2"), LoraConfig(r=4))
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in data:
+    model(**batch).loss.backward()
+    optimizer.step()
+""")
+    assert run.lora_targets == ("c_attn",)

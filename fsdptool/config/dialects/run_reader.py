@@ -394,7 +394,7 @@ class RunReader:
         self.unread.update(keys)
 
     def unmodelled(self, key: str, side: Side) -> None:
-        """Tell a key that changes memory as the file has it and is not modelled, beside those of the table."""
+        """Tell a key that changes memory as the file has it and is not modelled, beside the table's."""
         self.further.append(UnmodelledKey(key, "memory", side))
 
     def section(self, key: str) -> Mapping[str, Any]:

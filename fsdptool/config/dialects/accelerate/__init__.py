@@ -26,7 +26,7 @@ from fsdptool.config.dialects.accelerate.keys import (
 )
 from fsdptool.config.dialects.protocol import Dialect, LintContext
 from fsdptool.config.edits import block_lines
-from fsdptool.config.key_history import has_key
+from fsdptool.config.key_history import has_key, versions_with
 from fsdptool.errors import ConfigError
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 from fsdptool.records.mesh import TRAINED, ParallelDims
@@ -434,7 +434,19 @@ def report_top_level(lint: LintContext, entry: Entry) -> None:
         if whole
         else spelling.nearest(key, TOP_LEVEL, cutoff=0.75)
     )
-    if near is not None and lint.root.get(near) is None:
+    former = has_key("accelerate", ("file",), key, lint.consumer.version) is False
+    if former and lint.consumer.name == "accelerate":
+        newest = versions_with("accelerate", ("file",), key)[1]
+        lint.report_removable(
+            "FSD201",
+            f"{key} is a key of accelerate until {newest}: {lint.consumer.version} refuses the file",
+            entry,
+            lint.root,
+            help="remove it",
+            safe=False,
+            changes={},
+        )
+    elif near is not None and lint.root.get(near) is None:
         lint.report_renamed(
             "FSD201",
             f"unknown key {key!r}: did you mean {near!r}?",

@@ -27,7 +27,9 @@ _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _CHOOSE = frozenset({"ignore_if_contains", "only_if_contains"})
 """Arguments of a network that leave layers without adapters (toolkit/lora_special.py)."""
-_EDITS = frozenset({"qwen_image_edit", "qwen_image_edit_plus", "flux_kontext", "omnigen2", "hidream_e1", "flux2"})
+_EDITS = frozenset(
+    {"qwen_image_edit", "qwen_image_edit_plus", "flux_kontext", "omnigen2", "hidream_e1", "flux2"}
+)
 """Architectures that append the patches of control images to those of the image that trains."""
 _TARGETS = "linear layers of the transformer blocks"
 
