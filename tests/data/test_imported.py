@@ -186,6 +186,7 @@ def test_a_share_of_a_dataset_is_held_out(folder: Path) -> None:
     assert loader is not None
     held = {float(batch["x"][0, 0]) for step in loader for batch in step}
     assert held and not held & trained and held | trained <= set(range(10))
+    assert len(held) < 5 < len(trained)
     assert prepare(recipe, SPEC)["samples"] == len(trained)
 
 

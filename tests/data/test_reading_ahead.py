@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fsdptool.errors import ConfigError
 from fsdptool.training.data.loader import Loader, RankShare, Stack
@@ -51,6 +52,25 @@ def loader_of(samples: Numbers, *, workers: int = 0, steps: int | None = None) -
 def taken(loader: Loader, steps: int) -> list[list[int]]:
     """Take steps and return their samples."""
     return [[int(batch["x"]) for batch in step] for step in itertools.islice(loader, steps)]
+
+
+class Mixed(Numbers):
+    """Samples of several arrays, none of which ends where the next one may begin."""
+
+    def sample(self, index: int, epoch: int) -> dict[str, Any]:
+        values = np.arange(index, index + 70)
+        kinds = (np.uint8, np.float64, np.bool_, np.int16, np.float32)
+        return {f"{kind.__name__} {size}": values[:size].astype(kind) for kind in kinds for size in (1, 7, 70)}
+
+
+def test_processes_send_arrays_as_they_are() -> None:
+    alone, sent = (
+        list(itertools.islice(loader_of(Mixed(), workers=workers, steps=2), 2)) for workers in (0, 1)
+    )
+    for expected, found in zip(itertools.chain(*alone), itertools.chain(*sent), strict=True):
+        assert expected.keys() == found.keys() and len(found) == 15
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 def test_one_step_is_read_ahead_and_not_two() -> None:
