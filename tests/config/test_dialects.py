@@ -298,3 +298,4 @@ def test_llama_factory_divides_sequences_by_its_own_key(mode: str, cp: int) -> N
         f"dist_config: {{name: fsdp2}}\ncp_size: 2\ncp_mode: {mode}\nbf16: true\n"
     )
     assert (reading.dialect, reading.require().mesh.cp) == ("llamafactory", cp)
+    assert [item.key for item in reading.ignored] == (["cp_mode"] if mode == "ulysses" else [])

@@ -196,3 +196,8 @@ def test_a_migrated_file_runs_version_2(tmp_path: Path) -> None:
     path.write_text('{"model_family": "flux", "fsdp_enable": true,\n "fsdp_version": 1}\n')
     assert run(["migrate", str(path)]) == 0
     assert json.loads(path.read_text())["fsdp_version"] == 2
+
+
+def test_a_written_file_is_indented_by_two() -> None:
+    lines = write_settings(FsdpSettings(), "simpletuner").splitlines()
+    assert {len(line) - len(line.lstrip()) for line in lines[1:-1]} == {2}

@@ -324,6 +324,20 @@ def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("named", "dtype"), [(None, "bfloat16"), ("float16", "float16"), ("float32", "float32")]
+)
+def test_a_frozen_base_has_the_dtype_of_its_checkpoint(
+    model: str, tmp_path: Path, named: str | None, dtype: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(Path(model).read_text()), "dtype": named}))
+    path = tmp_path / "train.yaml"
+    path.write_text(LLAMA_FACTORY.replace("finetuning_type: full", "finetuning_type: lora"))
+    options = {"reference": str(path), "model": str(config), "gpu": "H100-80GB-SXM", "gpus": 2}
+    assert read_request(cast("Options", options)).inputs.recipe.model.dtype == dtype
+
+
 def test_fused_kernels_and_losses_of_a_file_are_planned(model: str, tmp_path: Path) -> None:
     liger = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rms_norm: true\nliger_rope: true\n"
     liger += "liger_fused_linear_cross_entropy: true\nliger_glu_activation: false\n"

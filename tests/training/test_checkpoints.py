@@ -15,6 +15,8 @@ import torch
 from pool import Pool
 
 from fsdptool.distributed.session import LongWait
+from fsdptool.records.recipe import Checkpoints
+from fsdptool.runs.events import EventLog
 from fsdptool.runs.manifest import (
     MANIFEST,
     SUPERSEDED,
@@ -22,6 +24,7 @@ from fsdptool.runs.manifest import (
     list_checkpoints,
     newest_good,
 )
+from fsdptool.training.checkpoint.checkpointer import RunCheckpointer
 from fsdptool.training.checkpoint.storage import Staged, save_full, save_sharded
 
 pytestmark = pytest.mark.distributed
@@ -74,6 +77,13 @@ def test_policy_keeps_the_last_and_every_nth(pool: Pool, tmp_path: Path) -> None
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [
         folder_name(step) for step in (5, 4, 3)
     ]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9]), (None, [])])
+def test_a_recipe_says_how_often_to_save(tmp_path: Path, every: int | None, steps: list[int]) -> None:
+    policy, events = Checkpoints(every_steps=every), EventLog(tmp_path, 0, 0)
+    saver = RunCheckpointer(tmp_path, policy, kind="sharded", events=events)
+    assert [step for step in range(11) if saver.due(step)] == steps
 
 
 def flip(path: Path, position: int) -> None:
