@@ -60,7 +60,9 @@ class Mixed(Numbers):
     def sample(self, index: int, epoch: int) -> dict[str, Any]:
         values = np.arange(index, index + 70)
         kinds = (np.uint8, np.float64, np.bool_, np.int16, np.float32)
-        return {f"{kind.__name__} {size}": values[:size].astype(kind) for kind in kinds for size in (1, 7, 70)}
+        return {
+            f"{kind.__name__} {size}": values[:size].astype(kind) for kind in kinds for size in (1, 7, 70)
+        }
 
 
 def test_processes_send_arrays_as_they_are() -> None:

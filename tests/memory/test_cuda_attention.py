@@ -216,3 +216,13 @@ def test_flash_attention_takes_buffers_in_backward(
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     assert copied_bytes(backward, (query, query, keys, keys), "cuda") == mebibytes * 2**20
     assert copied_bytes(backward, (query, query, keys, keys), "cpu") == 0
+
+
+@pytest.mark.parametrize(("key_heads", "mebibytes"), [(32, 129), (8, 129 + 2 * 62)])
+def test_packed_documents_take_buffers_in_backward(key_heads: int, mebibytes: int) -> None:
+    """Room for 128 more tokens for each of two documents (torch 2.13, ``mha_varlen_bwd``)."""
+    query = torch.empty(8192 - 256, 32, 128, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(8192 - 256, key_heads, 128, dtype=torch.bfloat16, device="meta")
+    begins = torch.empty(3, dtype=torch.int32, device="meta")
+    args = (query, query, keys, keys, query, query, begins)
+    assert copied_bytes(torch.ops.torch_attn._varlen_attn_backward.default, args, "cuda") == mebibytes * 2**20

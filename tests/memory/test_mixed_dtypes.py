@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from fsdptool.memory.tracing.kernels import kernels_of
+from fsdptool.memory.tracing.operators import check_factors
 from fsdptool.memory.tracing.recorder import SegmentRecorder
 
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -34,9 +35,23 @@ def normalise() -> Tensor:
     return functional.batch_norm(inputs, mean, variance, weight, bias, training=True)
 
 
-@pytest.mark.parametrize("run", [convolve, multiply, normalise])
-def test_mixed_dtypes_are_refused_as_kernels_refuse_them(run: Callable[[], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (convolve, "Input type"),
+        (multiply, "a matrix product of"),
+        (normalise, "batch normalisation"),
+    ],
+)
+def test_mixed_dtypes_are_refused_as_kernels_refuse_them(run: Callable[[], Tensor], words: str) -> None:
     with pytest.raises(RuntimeError):
         run()
-    with kernels_of("cpu"), FakeTensorMode(), SegmentRecorder([]), pytest.raises(RuntimeError):
+    with kernels_of("cpu"), FakeTensorMode(), SegmentRecorder([]), pytest.raises(RuntimeError, match=words):
         run()
+
+
+def test_a_convolution_is_told_from_a_product() -> None:
+    """torch 2.13 refuses it itself, in fake mode, too."""
+    factors = torch.ones(1, 2, 8, dtype=HALF), torch.ones(3, 2, 1, dtype=WHOLE)
+    with pytest.raises(RuntimeError, match="a convolution of"):
+        check_factors(torch.ops.aten.convolution.default, factors)

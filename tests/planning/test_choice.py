@@ -92,6 +92,14 @@ def test_cpu_offload_is_chosen_only_where_nothing_else_fits_or_it_is_really_fast
         assert reason.detail == "at most 2% faster than resident, which runs the optimizer on the GPUs"
 
 
+def test_of_equal_candidates_the_one_with_fewer_changes_is_chosen() -> None:
+    same = [candidate("requested", 40, 1.0), candidate("other", 40, 1.0), candidate("larger", 41, 1.0)]
+    result = choose(same, ["requested"])
+    kinds = [item.rejected_by and item.rejected_by.kind for item in result.candidates]
+    assert result.chosen == "requested"
+    assert kinds == [None, RejectionKind.MORE_CHANGES, RejectionKind.MEMORY_FOR_SPEED]
+
+
 TINY = "gpus: [{name: Tiny, memory_bytes: %d, flops: {float32: 1.0e13, bfloat16: 1.0e14},"
 TINY += " memory_bandwidth: 1.0e12, link_bandwidth: 1.0e10, source: test}]\n"
 MOE = {
