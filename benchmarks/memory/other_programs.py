@@ -203,8 +203,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "autocast": {"bf16": True},
         "lora": _ADAPTERS,
         "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
-    "kto": {"": {}, "lora, autocast": {**_ADAPTERS, "bf16": True}},
+    "kto": {
+        "": {},
+        "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
+    },
     "reward": {"": _JUDGE, "autocast": {**_JUDGE, "bf16": True}},
     "torchtune": {
         "": {},

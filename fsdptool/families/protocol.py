@@ -125,6 +125,8 @@ class Objective(ABC):
     fuses_head: bool = False
     """Whether its loss is one sum of cross-entropies over tokens, which a model's head can compute itself
     (``families/objectives/fused_head.py``)."""
+    scores_tokens: bool = False
+    """Whether it takes the loss of each token from a head that computes it, and not their sum."""
     samples: str | None = None
     """What its samples of data are made of: ``latents``, or a kind of text (``training/data/text/``).
     None: it is trained on generated samples only."""

@@ -107,7 +107,7 @@ def _against(trained: TrainedModel, run: ResolvedRun) -> FusedLossReason | None:
     anatomy = trained.published or trained.anatomy
     objective = objective_for(recipe, anatomy.spec)
     # In tiles, the loss of each token is computed, not their sum alone.
-    of_tokens = loop.tiles is not None and objective.sequences > 1
+    of_tokens = loop.tiles is not None and objective.scores_tokens
     if not of_tokens and (not objective.fuses_head or recipe.method.distillation is not None):
         return FusedLossReason.OBJECTIVE
     if anatomy.logit_tail is None or plain_head(anatomy) is None:

@@ -90,8 +90,31 @@ def test_losses_and_gradients_are_those_of_the_papers(formula: Callable[..., Ten
     assert objective.metrics(prediction, batch)["preferred"] == (means[:, 0] > means[:, 1]).sum()
 
 
-def test_dpo_asks_for_its_reference_model() -> None:
-    recipe = Recipe(TINY, objective=Objective("dpo"))
-    with pytest.raises(ConfigError, match="objective dpo needs a reference model"):
+def test_answers_that_are_judged_one_by_one() -> None:
+    """TRL 1.16 ``kto_trainer.py``, ``apo_zero_unpaired``: the loss of KTO with a reference point of zero."""
+    two, network, frozen = pairs(), model(1), model(2)
+    desirable = torch.tensor([1, 0, 0, 1, 1, 0])
+    batch = {name: value.flatten(0, 1) for name, value in two.items()} | {"desirable": desirable}
+    objective = TRANSFORMERS["apo_zero_unpaired"]()
+    with torch.no_grad():
+        reference, _ = likelihoods(frozen, two)
+    sums, lengths = likelihoods(network, two)
+    shares = torch.sigmoid(0.1 * (sums - reference)).flatten()
+    expected = torch.where(desirable == 1, 1 - shares, shares).sum()
+    wanted = torch.autograd.grad(expected, list(network.parameters()), retain_graph=True)
+    teacher = FrozenModel(frozen, objective, lambda _: None)
+    loss, _ = Student(objective, teacher, Distillation(TINY, alpha=1.0))(network, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    for ours, theirs in zip(torch.autograd.grad(loss, list(network.parameters())), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
+    likelihood = -(sums / lengths).flatten()[desirable == 1].sum()
+    assert objective.loss(objective.predict(network, batch), batch).item() == pytest.approx(likelihood.item())
+    assert objective.weight(batch).item() == 6
+
+
+@pytest.mark.parametrize("name", ["dpo", "apo_zero_unpaired"])
+def test_a_reference_model_is_asked_for(name: str) -> None:
+    recipe = Recipe(TINY, objective=Objective(name))
+    with pytest.raises(ConfigError, match=f"objective {name} needs a reference model"):
         objective_for(recipe, SPEC)
     assert objective_for(replace(recipe, method=Method("distillation", None, Distillation(TINY))), SPEC)

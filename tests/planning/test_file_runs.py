@@ -294,6 +294,26 @@ def test_texts_that_are_labelled_have_a_head_of_classes(
     assert (plan.verdict, plan.inputs.recipe.batch.micro_batch) == ("fits", rows)
 
 
+@pytest.mark.parametrize(
+    ("line", "objective", "method", "open_points"),
+    [
+        ("trl kto", "apo_zero_unpaired", "distillation", 0),
+        ("trl kto --use_peft", None, "lora", 0),
+        ("trl dpo --use_peft", "orpo", "lora", 0),
+        ("llamafactory-cli train --stage kto --finetuning_type lora --lora_target all", None, "lora", 1),
+    ],
+)
+def test_the_reference_of_preferences(
+    model: str, tmp_path: Path, line: str, objective: str | None, method: str, open_points: int
+) -> None:
+    """It is a frozen model beside the trained one, or the base of adapters."""
+    path = tmp_path / "run.sh"
+    path.write_text(f"{line} --model_name_or_path org/model --output_dir o --bf16 true\n")
+    inputs = read_request(Options(reference=str(path), model=model, gpu="A100-80GB-SXM", search=False)).inputs
+    assert (inputs.recipe.objective.name, inputs.recipe.method.name) == (objective, method)
+    assert sum("reference" in limit.what for limit in inputs.limits or ()) == open_points
+
+
 @pytest.mark.slow
 def test_autocast_narrows_a_frozen_base_where_nothing_is_gathered(tmp_path: Path) -> None:
     """GPT-2's Conv1D takes no input of another dtype than its weight."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fsdptool.families.objectives.features import Classification, Contrastive, Features, ModuleLoss
 from fsdptool.families.objectives.language import CausalLM, MaskedLM, Seq2Seq, TokenClassification
-from fsdptool.families.objectives.preference import Dpo, Orpo, SimPo
+from fsdptool.families.objectives.preference import ApoZeroUnpaired, Dpo, Orpo, SimPo
 from fsdptool.families.protocol import Objective
 
 TRANSFORMERS: Mapping[str, type[Objective]] = {
@@ -23,6 +23,7 @@ TRANSFORMERS: Mapping[str, type[Objective]] = {
         Orpo,
         SimPo,
         Dpo,
+        ApoZeroUnpaired,
     )
 }
 

@@ -1,4 +1,4 @@
-"""Preferences between two answers to a prompt: ORPO, SimPO, and DPO with its reference model."""
+"""Preferences: between two answers to a prompt (ORPO, SimPO, DPO), and of single answers (APO)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
-from fsdptool.families.objectives.common import IGNORED
+from fsdptool.families.objectives.common import IGNORED, require
 from fsdptool.families.objectives.language import CausalLM
 from fsdptool.families.protocol import TensorSpec
 
@@ -30,6 +30,7 @@ class Preference(CausalLM):
     single_length = False
     splits_sequences = False
     fuses_head = False
+    scores_tokens = True
 
     def __init__(self, chunk: int = 1024, auxiliary: float | None = None) -> None:
         super().__init__(chunk, auxiliary=auxiliary)
@@ -53,7 +54,7 @@ class Preference(CausalLM):
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the next token of each position, [2 B, S]."""
-        return super().targets(_sequences(batch))
+        return super().targets(self._rows(batch))
 
     def head_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the next token of each position of a batch whose answers are one behind the other."""
@@ -61,7 +62,7 @@ class Preference(CausalLM):
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the logits of both answers, [2 B, S, vocabulary]."""
-        return super().predict(model, _sequences(batch))
+        return super().predict(model, self._rows(batch))
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss summed over pairs, and the load-balancing loss as often."""
@@ -102,15 +103,19 @@ class Preference(CausalLM):
         from fsdptool.families.objectives.fused_head import HEAD
 
         if HEAD in prediction:  # another program's head, which computes the loss of each token
-            return -prediction[HEAD].sum(-1).view(-1, 2)
+            return -prediction[HEAD].sum(-1).view(-1, self.sequences)
         # ``unbind`` gives each answer's logits without a copy, and one tensor of gradients for all.
         answers = zip(prediction["prediction"].unbind(), self.targets(batch).unbind(), strict=True)
         sums = [-self.cross_entropy(logits, targets, prediction) for logits, targets in answers]
-        return torch.stack(sums).view(-1, 2)
+        return torch.stack(sums).view(-1, self.sequences)
 
     def _lengths(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return tokens of each answer, at least 1, [B, 2]."""
-        return (self.targets(batch) != IGNORED).sum(-1).clamp(min=1).view(-1, 2)
+        return (self.targets(batch) != IGNORED).sum(-1).clamp(min=1).view(-1, self.sequences)
+
+    def _rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the answers of a batch one behind the other: chosen, rejected, chosen, ..."""
+        return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
 
 class Orpo(Preference):
@@ -213,9 +218,72 @@ class Dpo(Preference):
         return -torch.nn.functional.logsigmoid(gain[:, 0] - gain[:, 1]).sum()
 
 
-def _sequences(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the answers of a batch one behind the other: chosen, rejected, chosen, ..."""
-    return {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+class ApoZeroUnpaired(Preference):
+    """Anchored preference optimisation of single answers (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+
+    KTO (Ethayarajh et al. 2024, arXiv:2402.01306, equation 7) with a reference point of zero, as TRL 1.16
+    computes it (``trainer/kto_trainer.py``, ``loss_type: apo_zero_unpaired``). Batch: ``input_ids`` and
+    ``labels`` [B, S], as one answer of ``dpo``, and ``desirable`` [B], 1 or 0. Losses are summed over answers.
+    The reference model and ``alpha`` are as for ``dpo``.
+
+    Args:
+        beta: How closely the model is kept to the reference.
+        chunk, auxiliary: As for ``causal_lm``.
+    """
+
+    name = "apo_zero_unpaired"
+    unit = "answers"
+    samples = None
+    sequences = 1
+    needs_teacher = True
+
+    def __init__(self, beta: float = 0.1, chunk: int = 1024, auxiliary: float | None = None) -> None:
+        super().__init__(chunk, auxiliary)
+        self.beta = _finite_option(self.name, "beta", beta)
+
+    @classmethod
+    def batch(cls, config: Any, recipe: Recipe) -> tuple[TensorSpec, ...]:
+        """Return tokens and labels of each answer with its prompt, and how it is judged."""
+        tokens, labels = CausalLM.batch(config, recipe)[:2]
+        return tokens, labels, TensorSpec("desirable", tokens.shape[:1], "int64", "tokens", high=2)
+
+    def preference(self, log_probabilities: Tensor, lengths: Tensor) -> Tensor:
+        """Return the negative log-likelihood per token of each answer, [B, 1]."""
+        return -log_probabilities / lengths
+
+    def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the negative log-likelihood per token of the desirable answers, summed."""
+        logs = self._log_probabilities(prediction, batch)
+        wanted = require(batch, "desirable", self.name)[:, None]
+        result = (self.preference(logs, self._lengths(batch)) * wanted).sum()
+        if "auxiliary" in prediction:
+            result = result + prediction["auxiliary"].to(result.dtype) * self.weight(batch)
+        return result
+
+    def distance(
+        self,
+        student: Mapping[str, Tensor],
+        teacher: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        temperature: float,
+    ) -> Tensor:
+        """Return 1 - sigmoid of ``beta`` times the gain of a desirable answer, sigmoid of another's, summed.
+
+        The temperature does not apply.
+        """
+        import torch
+
+        ours = self._log_probabilities(student, batch)
+        gain = self.beta * (ours - self._log_probabilities(teacher, batch).detach())
+        sign = 1 - 2 * require(batch, "desirable", self.name)
+        return torch.sigmoid(gain * sign[:, None]).sum()
+
+    def metrics(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the load of experts."""
+        return CausalLM.metrics(self, prediction, batch)
+
+    def _rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in batch.items() if name != "desirable"}
 
 
 def _finite_option(objective: str, name: str, value: Any) -> float:

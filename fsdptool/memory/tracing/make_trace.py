@@ -302,7 +302,7 @@ def _fuse_head(model: nn.Module, spec: ModelSpec, run: ResolvedRun, plan: UnitPl
     elif run.loop.head_loss is not None:
         fuse_head(model, NAMED_LOSSES[run.loop.head_loss])
     elif tiles is not None:
-        summed = objective_for(run.recipe, spec).sequences == 1
+        summed = not objective_for(run.recipe, spec).scores_tokens
         triton, gathers = not run.settings.use_cpu, bool(_uncalled(plan))
         fuse_head(model, TiledLoss(tiles, triton=triton, summed=summed, gathers=gathers))
     else:

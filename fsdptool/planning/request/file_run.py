@@ -61,7 +61,7 @@ _FORMATS = {"nf4": "nf4", "fp4": "nf4", "int8": "int8", "float8": "float8", "fp8
 """What a description of a quantised base contains, and the base of as many bits that is planned."""
 _OBJECTIVES = {
     "sft": None, "pretrain": None, "diffusion": None, "dpo": "dpo", "orpo": "orpo", "simpo": "simpo",
-    "classification": "classification", "reward": "classification",
+    "classification": "classification", "reward": "classification", "kto": "apo_zero_unpaired",
 }  # fmt: skip
 _LOSSES = {"none": "whole"}
 """The loss that is planned for what a description calls otherwise."""
@@ -457,7 +457,7 @@ def _method(
     run: DescribedRun, choice: ModelChoice, limits: list[PlanLimit], decided: Collection[str]
 ) -> Method:
     if run.method in (None, "full"):
-        if run.objective == "dpo":  # its reference is a frozen copy of the model
+        if run.objective in ("dpo", "kto"):  # its reference is a frozen copy of the model
             return Method("distillation", distillation=Distillation(choice, alpha=1.0))
         return Method()
     if run.method not in ("lora", *QUANTISED_BASES):
@@ -538,15 +538,16 @@ def _objective(run: DescribedRun, limits: list[PlanLimit]) -> str | None:
         limits.append(
             PlanLimit(f"{name}: generated rows, which are shorter than the longest allowed", "less")
         )
-    elif name == "kto":
-        limits.append(PlanLimit("kto: its second forward pass, and its reference model", "more"))
     elif name == "reward" and run.program == "llamafactory":  # train/rm: a head beside the language model's
         limits.append(PlanLimit("reward: logits of the language model, which are made and not used", "more"))
     elif name is not None and name not in _OBJECTIVES:
         limits.append(PlanLimit(f"objective {name}: the model's usual loss is planned", None))
-    if name == "dpo" and run.method not in (None, "full"):
-        limits.append(PlanLimit("dpo: the forward pass of the reference, which is the base model", "more"))
-        return "orpo"  # the same pairs without a reference
+    if name in ("dpo", "kto") and run.method not in (None, "full"):
+        # Where the head makes logits in tiles, backward needs more than a second forward without gradients.
+        if run.fused_loss != "chunked":
+            what = f"{name}: the forward pass of the reference, which is the base model"
+            limits.append(PlanLimit(what, "more"))
+        return "orpo" if name == "dpo" else None  # the same rows without a reference
     return _OBJECTIVES.get(name or "")
 
 

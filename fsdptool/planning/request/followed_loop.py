@@ -139,7 +139,7 @@ def suited(spec: ModelSpec, inputs: PlanInputs) -> PlanInputs:
     elif loop.program == OWN:
         open_points = ("encoders",)
     labelled = any(item.name == "labels" for item in planned_batch(spec, recipe))
-    if not labelled or objective.sequences > 1 or recipe.method.distillation is not None:
+    if not labelled or objective.scores_tokens or recipe.method.distillation is not None:
         loop = replace(loop, loss_in_forward=False, own_loss=False)
         open_points = tuple(name for name in open_points if name not in _ABOUT_LOSSES)
     chunks = "chunk" in inspect.signature(type(objective)).parameters

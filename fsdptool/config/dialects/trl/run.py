@@ -185,7 +185,7 @@ def _length(read: RunReader, objective: str) -> int | None:
 def _fused_loss(read: RunReader, objective: str, old: bool) -> str:
     read.use("beta", "loss_type")
     liger = read.flag("use_liger_kernel") or read.flag("use_liger")
-    if not old and objective in ("sft", "dpo"):
+    if not old and objective in ("sft", "dpo", "kto"):
         return "chunked"
     return "liger" if liger else "none"
 
