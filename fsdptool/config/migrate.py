@@ -319,7 +319,8 @@ def _translated(
     path: Path, to: str | None, dialect: str | None, source: SourceText | None, files: NamedFiles | None
 ) -> Migrated | None:
     """Return a whole run in the file of a program; None: only settings of FSDP are to be written."""
-    from fsdptool.config.described import describe_run
+    from fsdptool.config.described import describe_written
+    from fsdptool.config.dialects import sniff_dialect
     from fsdptool.config.translation import translate
 
     assert to is not None
@@ -328,18 +329,23 @@ def _translated(
     try:
         source = source if source is not None else read_source(path)
         before = source.text
-        run = describe_run(source, program=dialect, files=files)
+        run, keys = describe_written(source, program=dialect, files=files)
     except (UnreadableError, ConfigError) as error:
         advice = error.help if isinstance(error, ConfigError) else None
         return Migrated(path, None, before, None, error.message, advice) if alone else None
     if run is None or run.model is None:
         why = "the file describes no run of a program that is known here, with a model"
         return Migrated(path, None, before, None, why) if alone else None
-    if run.program == to:
+    form = sniff_dialect(before)
+    flags = form is not None and form.name == "flags" and run.program == to == "trl"
+    if run.program == to and not flags:
         return Migrated(path, to, before, before, notes=("it is for that program",)) if alone else None
-    told = Migrated(path, run.program, before, None, notes=run.problems, original=source.encode())
+    # A command line is not replaced by the file that says the same.
+    name = "flags" if flags else run.program
+    told = Migrated(path, name, before, None, notes=run.problems, original=source.encode())
+    header = (f"Written by fsdptool migrate from a {'command line' if flags else 'file'} for {run.program}.",)
     try:
-        made = translate(run, to, header=(f"Written by fsdptool migrate from a file for {run.program}.",))
+        made = translate(run, to, header=header, given=keys if flags else None)
     except ConfigError as error:
         return replace(told, refusal=error.message, help=error.help)
     return replace(told, after=made.text, encoded=made.text.encode(), losses=made.losses, beside=made.beside)

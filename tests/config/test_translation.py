@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import training_corpus as corpus
+import yaml
 
 import fsdptool
 from fsdptool.cli.app import run
@@ -405,6 +406,43 @@ def test_migrate_writes_the_file_and_tells_what_is_lost(
     assert {loss["name"] for loss in answer["losses"]} >= {"mesh.tp", "lora_modules_to_save"}
     (made,) = fsdptool.migrate("train.yaml", to="llamafactory")
     assert made.after == answer["text"]
+
+
+@pytest.mark.parametrize(
+    ("line", "stated"),
+    [
+        (
+            "python sft.py --model_name_or_path org/m --dataset_name org/d --max_length 64 --packing",
+            {"dataset_name": "org/d", "max_length": 64, "packing": True},
+        ),
+        (
+            "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 -m trl.scripts.grpo"
+            " --model_name_or_path org/m --dataset_name org/d --reward_funcs one two --num_generations 4",
+            {"reward_funcs": ["one", "two"], "num_generations": 4, "num_processes": 4},
+        ),
+        (
+            "trl dpo --model_name_or_path org/m --dataset_name org/d --beta=0.2 --learning_rate 5e-7"
+            " --eval_strategy steps --warmup_ratio 0.1 --use_peft --lora_target_modules q_proj v_proj",
+            {"beta": 0.2, "learning_rate": 5e-7, "eval_strategy": "steps", "warmup_steps": 0.1},
+        ),
+    ],
+)
+def test_a_command_line_is_written_as_the_file_that_says_the_same(
+    line: str, stated: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(line)
+    assert run(["migrate", "--to", "trl", str(path)]) == 0
+    text, told = capsys.readouterr()
+    assert (told, path.read_text()) == ("", line)
+    assert "YOUR-" not in text
+    of_line, of_file = described(line), described(text)
+    assert (unlike(of_line, Translation("trl", text, (), {}, of_file)), of_file.objective) == (
+        set(),
+        of_line.objective,
+    )
+    written = yaml.safe_load(text)
+    assert {key: written[key] for key in stated} == stated
 
 
 def test_a_run_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -453,7 +453,7 @@ class RunReader:
             value = next((ours for ours, word in item.words.items() if word == value), value)
             if isinstance(value, str) and (_VARIABLE.search(value) or value.lower() in ("none", "null", "")):
                 continue
-            number = _number(value) if isinstance(value, str) and name not in _TEXTS else value
+            number = number_of(value) if isinstance(value, str) and name not in _TEXTS else value
             endless = isinstance(number, float) and not math.isfinite(number)
             if endless or (isinstance(number, str) and name not in _TEXTS):
                 self._wrong(item.key, "a number", value)
@@ -576,7 +576,7 @@ def _inside(data: Any, path: list[str]) -> Any:
     return data
 
 
-def _number(text: str) -> str | float | bool:
+def number_of(text: str) -> str | float | bool:
     """Return the number or the truth that a text stands for: ``2e-5`` is a text in YAML."""
     if text.strip().lower() in ("true", "false"):
         return text.strip().lower() == "true"

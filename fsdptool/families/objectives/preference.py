@@ -223,8 +223,8 @@ class ApoZeroUnpaired(Preference):
 
     KTO (Ethayarajh et al. 2024, arXiv:2402.01306, equation 7) with a reference point of zero, as TRL 1.16
     computes it (``trainer/kto_trainer.py``, ``loss_type: apo_zero_unpaired``). Batch: ``input_ids`` and
-    ``labels`` [B, S], as one answer of ``dpo``, and ``desirable`` [B], 1 or 0. Losses are summed over answers.
-    The reference model and ``alpha`` are as for ``dpo``.
+    ``labels`` [B, S], as one answer of ``dpo``, and ``desirable`` [B], 1 or 0. Losses are summed over
+    answers. The reference model and ``alpha`` are as for ``dpo``.
 
     Args:
         beta: How closely the model is kept to the reference.

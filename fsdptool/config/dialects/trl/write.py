@@ -33,13 +33,14 @@ def write(to: RunWriter) -> None:
     to.put("gradient_checkpointing", run.gradient_checkpointing not in (None, "none"))
     if run.gradient_checkpointing in ("selective", "offload"):
         to.lose("TRL recomputes whole layers", "gradient_checkpointing")
-    to.put(
-        "activation_offloading", bool(run.activation_offloading) or run.gradient_checkpointing == "offload"
-    )
+    offloads = bool(run.activation_offloading) or run.gradient_checkpointing == "offload"
+    to.put("activation_offloading", offloads if objective != "grpo" else None)
+    if objective == "grpo":
+        to.lose("TRL's trainer has no such key", "activation_offloading")
     if run.gradient_checkpointing == "offload":
         to.lose("TRL offloads what its layers keep", "activation_offloading")
     to.put("attn_implementation", to.choice("attention", _ATTENTION))
-    if objective in ("sft", "pretrain", "dpo"):
+    if objective in ("sft", "pretrain", "dpo", "kto"):
         to.lose("TRL computes this loss in chunks", "fused_loss")
     else:
         to.put("use_liger_kernel", run.fused_loss == "liger")
