@@ -123,7 +123,7 @@ class CausalLM(_Tokens):
     """
 
     name = "causal_lm"
-    samples = "documents"
+    samples: str | None = "documents"
     generates = "continuation"
     splits_sequences = True
     fuses_head = True

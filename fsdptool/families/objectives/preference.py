@@ -25,7 +25,7 @@ class Preference(CausalLM):
     """
 
     unit = "pairs"
-    samples = "preferences"
+    samples: str | None = "preferences"
     sequences = 2
     single_length = False
     splits_sequences = False
