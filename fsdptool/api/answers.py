@@ -230,6 +230,7 @@ def detect(reference: str, *, use_cache: bool = True, **options: Unpack[Inspecti
         component=asked["component"],
         trust_remote_code=asked["trust_remote_code"],
         overrides=asked["overrides"],
+        catalogue=True,
     )
     with notebook_progress():
         anatomy = inspect(

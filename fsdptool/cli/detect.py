@@ -59,6 +59,7 @@ def command(
         component=options["component"],
         trust_remote_code=options["trust_remote_code"],
         overrides=override_values(given["overrides"] or ()),
+        catalogue=True,
     )
     inspection = examine(
         spec,

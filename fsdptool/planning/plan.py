@@ -248,7 +248,7 @@ def inspect_model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
     from fsdptool.inspection import inspect
     from fsdptool.source import resolve_choice
 
-    spec = resolve_choice(inputs.recipe.model)
+    spec = resolve_choice(inputs.recipe.model, catalogue=True)
     return spec, inspect(spec, wrap=inputs.wrap, exclude=inputs.exclude)
 
 

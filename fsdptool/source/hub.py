@@ -16,6 +16,20 @@ _LONGEST = 96
 _METADATA_SECONDS = 5.0
 
 
+class UnreachableError(ReferenceError):
+    """The configuration of a repository cannot be had now.
+
+    Args:
+        message: What happened.
+        help: What to do about it.
+        why: The reason in a few words: no network, offline, or a licence to accept.
+    """
+
+    def __init__(self, message: str, *, help: str | None = None, why: str) -> None:
+        super().__init__(message, help=help)
+        self.why = why
+
+
 def looks_like_id(text: str) -> bool:
     """Whether ``text`` could be a Hub id (``organisation/name`` or an old one-part name)."""
     short = len(text) <= _LONGEST
@@ -67,9 +81,10 @@ class HubFiles:
         except hub.EntryNotFoundError:
             return None
         except hub.GatedRepoError as error:
-            raise ReferenceError(
+            raise UnreachableError(
                 f"{self.repo_id} is gated: its files need an accepted licence",
                 help="accept it on the model's page and log in (`hf auth login`), or give a config.json",
+                why="it is gated",
             ) from error
         except hub.RevisionNotFoundError as error:
             raise ReferenceError(
@@ -107,7 +122,7 @@ class HubFiles:
             self.commit = parts[at + 1]
         return Path(path)
 
-    def _missing(self, why: str) -> ReferenceError:
+    def _missing(self, why: str) -> UnreachableError:
         from huggingface_hub import constants
 
         at = f" at revision {self.revision}" if self.revision else ""
@@ -116,10 +131,11 @@ class HubFiles:
             + (f" --revision {self.revision}" if self.revision else "")
             + "`, or give a local folder or config.json"
         )
-        return ReferenceError(
+        return UnreachableError(
             f"{self.repo_id}{at} has no configuration in the local cache"
             f" ({constants.HF_HUB_CACHE}) and {why}",
             help=f"{self._hint}; or {supply}" if self._hint else supply,
+            why=why,
         )
 
 

@@ -151,6 +151,7 @@ def refuse_pages(text: str) -> None:
 
 
 SECOND_DENOISER = "DET110"
+CATALOGUE = "DET105"
 CLASS_MISMATCH = "DET111"
 
 _DENOISERS = ("transformer", "unet", "prior", "decoder", "transformer_2", "unet_2")

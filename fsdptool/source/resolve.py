@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 from fsdptool.errors import ConfigError, ReferenceError  # noqa: A004 - a reference names a model here
@@ -24,8 +25,10 @@ from fsdptool.source.config_checks import (
     diffusers_classes,
     transformers_model_types,
 )
-from fsdptool.source.hub import HubFiles, fetch_code, hint_for, looks_like_id
+from fsdptool.source.hub import HubFiles, UnreachableError, fetch_code, hint_for, looks_like_id
+from fsdptool.source.known_models import family_of_name
 from fsdptool.source.references import (
+    CATALOGUE,
     CLASS_MISMATCH,
     components,
     expanded,
@@ -81,6 +84,7 @@ def resolve(
     variant: str | None = None,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    catalogue: bool = False,
 ) -> ModelSpec:
     """Resolve a reference to everything needed to build the model.
 
@@ -93,6 +97,8 @@ def resolve(
         variant: Variant of the weights to take (``fp16``), as ``from_pretrained`` does.
         trust_remote_code: Whether code that the reference contains or names may run when the model is built.
         overrides: Configuration values that replace those read (nested mappings are merged).
+        catalogue: Whether a Hub id whose configuration is out of reach stands for the size of the catalogue
+            that has its name. What needs weights must not ask for it.
 
     Raises:
         ReferenceError: The reference cannot be resolved; the message says what and what next.
@@ -103,7 +109,7 @@ def resolve(
         raise ReferenceError(
             "the reference is empty", help="give family:flavour, a path or a Hugging Face id"
         )
-    options = _Options(revision, component, trust_remote_code, variant)
+    options = _Options(revision, component, trust_remote_code, variant, catalogue=catalogue)
     refuse_pages(text)
     path = expanded(text)
     if exists(path) or text.startswith(("./", "../", "/", "~")):
@@ -121,13 +127,14 @@ def resolve(
     return _checked(spec, overrides or {})
 
 
-def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec:
+def resolve_choice(choice: ModelChoice, folder: Path | None = None, *, catalogue: bool = False) -> ModelSpec:
     """Resolve a recipe's model or teacher.
 
     Args:
         choice: What the recipe, a plan or a saved run says of the model.
         folder: Where a relative path is looked up first, usually the recipe's folder; see
             :func:`~fsdptool.source.references.locate`.
+        catalogue: As for :func:`resolve`.
 
     Raises:
         ReferenceError: The reference cannot be resolved; the message says what and what next.
@@ -140,6 +147,7 @@ def resolve_choice(choice: ModelChoice, folder: Path | None = None) -> ModelSpec
         variant=choice.variant,
         trust_remote_code=choice.trust_remote_code,
         overrides=choice.overrides,
+        catalogue=catalogue,
     )
 
 
@@ -151,6 +159,7 @@ class _Options:
     variant: str | None = None
     depth: int = 0
     """How many adapters led here: an adapter of an adapter of itself must end."""
+    catalogue: bool = False
     findings: list[Diagnostic] = field(default_factory=list)
     """About the files that were read on the way."""
 
@@ -230,9 +239,37 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
             f"{short(text)!r} is neither a path, a registered family:flavour nor a Hugging Face id",
             help="`fsdptool families` lists the shipped families",
         )
+    known, note = family_of_name(text) if options.catalogue and options.revision is None else (None, None)
+    at, why = _missed.get(text, (-_ASKED_AGAIN, ""))
+    if known is not None and monotonic() - at < _ASKED_AGAIN:
+        return _from_catalogue(text, known, note, why, options)
     files = HubFiles(text, options.revision, hint_for(text))
-    spec = _from_files(text, _Hub(files), None, options)
+    try:
+        spec = _from_files(text, _Hub(files), None, options)
+    except UnreachableError as error:
+        if known is None:
+            raise
+        _missed[text] = monotonic(), error.why
+        return _from_catalogue(text, known, note, error.why, options)
     return replace(spec, reference=replace(spec.reference, revision=files.commit or options.revision))
+
+
+_ASKED_AGAIN = 60.0
+"""Seconds until the Hub is asked again for what was out of reach: a plan resolves its model several times."""
+_missed: dict[str, tuple[float, str]] = {}
+
+
+def _from_catalogue(text: str, known: str, note: str | None, why: str, options: _Options) -> ModelSpec:
+    """Return a size of the catalogue in the place of a Hub id; it has no weights."""
+    finding = Diagnostic(
+        code=CATALOGUE,
+        severity="warning",
+        message=f"the configuration of {text} cannot be fetched: {why}; that of {known} is taken"
+        + (f": {note}" if note else ""),
+        help="give its config.json if the model differs",
+    )
+    spec = _from_flavour(known, options)
+    return replace(spec, reference=Reference("hub", text), flavour=None, diagnostics=(finding,))
 
 
 def _from_files(text: str, files: _Files, folder: Path | None, options: _Options) -> ModelSpec:

@@ -40,7 +40,7 @@ def detect(
     from fsdptool.source import resolve
 
     progress("resolving the reference")
-    spec = resolve(reference, revision=revision, component=component)
+    spec = resolve(reference, revision=revision, component=component, catalogue=True)
     progress("building the model without weights")
     views: tuple[View, ...] = ("leaves", "tree", "where")
     inspection = plain = examine(spec)

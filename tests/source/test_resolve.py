@@ -369,6 +369,35 @@ def test_hub_ids_offline_answer_at_once(tmp_path: Path) -> None:
     assert "an architecture of the same size ships as llama3:8b" in (caught.value.help or "")
 
 
+def test_a_published_model_out_of_reach_is_that_of_the_catalogue() -> None:
+    spec = resolve("meta-llama/Meta-Llama-3-8B", catalogue=True)
+    shipped = resolve("llama3:8b")
+    assert (spec.family, spec.model_class, spec.config) == (
+        shipped.family,
+        shipped.model_class,
+        shipped.config,
+    )
+    assert (spec.reference.kind, spec.reference.id, spec.weights) == ("hub", "meta-llama/Meta-Llama-3-8B", ())
+    (finding,) = spec.diagnostics
+    assert (finding.code, finding.severity) == ("DET105", "warning")
+    assert "cannot be fetched: HF_HUB_OFFLINE is set; that of llama3:8b is taken" in finding.message
+    again = resolve("meta-llama/Meta-Llama-3-8B", catalogue=True)
+    assert again == spec
+    tuned = resolve("somebody/Llama-3.1-8B-Instruct-bnb-4bit", catalogue=True)
+    assert tuned.config == resolve("llama3.1:8b").config
+    assert "by its name" in tuned.diagnostics[0].message
+    part = resolve("black-forest-labs/FLUX.1-dev", catalogue=True)
+    assert (part.component, part.library) == ("transformer", "diffusers")
+
+
+@pytest.mark.parametrize("reference", ["somebody/some-model", "somebody/Llama-3.1-8B-pruned"])
+def test_other_models_out_of_reach_are_not_known(reference: str) -> None:
+    with pytest.raises(BadReference, match="HF_HUB_OFFLINE is set"):
+        resolve(reference, catalogue=True)
+    with pytest.raises(BadReference, match="HF_HUB_OFFLINE is set"):
+        resolve("meta-llama/Meta-Llama-3-8B", catalogue=True, revision="main")
+
+
 @pytest.mark.slow
 def test_no_network_is_found_out_at_once(tmp_path: Path) -> None:
     """Not declared offline, but nothing answers: one attempt, one line."""

@@ -522,7 +522,7 @@ class Estimator:
             from fsdptool.inspection import inspect
             from fsdptool.source import resolve_choice
 
-            self._teacher = inspect(resolve_choice(choice))
+            self._teacher = inspect(resolve_choice(choice, catalogue=True))
         return self._teacher
 
 

@@ -303,7 +303,7 @@ def _splits_rows(choice: ModelChoice) -> bool:
     """Whether context parallelism of a model is planned: of plain text, by attention without sinks."""
     from fsdptool.source import resolve_choice
 
-    config = resolve_choice(choice).config
+    config = resolve_choice(choice, catalogue=True).config
     layers = config.get("layer_types") or ()
     other = any(str(kind) not in ("full_attention", "sliding_attention") for kind in layers)
     seen = {"vision_config", "audio_config"} & config.keys()
@@ -321,7 +321,7 @@ def _with_head(run: DescribedRun, choice: ModelChoice) -> ModelChoice:
     from fsdptool.families.bases.families import classifier_for
     from fsdptool.source import resolve_choice
 
-    spec = resolve_choice(choice)
+    spec = resolve_choice(choice, catalogue=True)
     name = classifier_for(str(spec.config.get("model_type")))
     if name is None or "Classification" in spec.model_class:
         return choice
@@ -338,7 +338,7 @@ def _offered(recipe: Recipe) -> bool:
     from fsdptool.families.registry import family_of
     from fsdptool.source import resolve_choice
 
-    return recipe.objective.name in family_of(resolve_choice(recipe.model)).objectives()
+    return recipe.objective.name in family_of(resolve_choice(recipe.model, catalogue=True)).objectives()
 
 
 def _without_reference(method: Method) -> Method:
@@ -391,7 +391,7 @@ def _with_dtype_of_checkpoint(run: DescribedRun, choice: ModelChoice) -> Describ
     open_names = [name for name in names if getattr(run, name) == "checkpoint"]
     if not open_names:
         return run
-    config = resolve_choice(choice).config
+    config = resolve_choice(choice, catalogue=True).config
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = next((short for short, long in TORCH_DTYPES.items() if long == named), "bf16")
     decided: dict[str, Any] = dict.fromkeys(open_names, dtype)
@@ -496,7 +496,7 @@ def _chosen_targets(run: DescribedRun, choice: ModelChoice) -> tuple[str, ...] |
         return run.lora_targets
     from fsdptool.source import resolve_choice
 
-    kind = resolve_choice(choice).config.get("model_type")
+    kind = resolve_choice(choice, catalogue=True).config.get("model_type")
     return PEFT_TARGETS.get(str(kind), run.lora_targets)
 
 
@@ -508,7 +508,7 @@ def _adapts_experts(targets: tuple[str, ...] | str | None, choice: ModelChoice) 
     from fsdptool.families.registry import load_registry
     from fsdptool.source import resolve_choice
 
-    found = resolve_choice(choice)
+    found = resolve_choice(choice, catalogue=True)
     if not load_registry().get(found.family).lora_targets(found.config).parameters:
         return False
     plain = _targets(targets) if targets is not None else "all-linear"

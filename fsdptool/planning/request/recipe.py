@@ -80,9 +80,9 @@ def _method_of_adapter(options: Options, recipe: Recipe, given: frozenset[str]) 
     asked = "distillation" if "teacher" in options else options.get("method")
     if asked in ("full", "distillation"):
         named = replace(recipe, method=Method(cast("MethodName", asked)))
-        adapted(named, resolve_choice(recipe.model), {"method.name"})
+        adapted(named, resolve_choice(recipe.model, catalogue=True), {"method.name"})
         return recipe.method
-    return adapted(recipe, resolve_choice(recipe.model), given).method
+    return adapted(recipe, resolve_choice(recipe.model, catalogue=True), given).method
 
 
 def _method(options: Options, method: Method) -> Method:
