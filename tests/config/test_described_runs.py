@@ -433,6 +433,35 @@ def test_llamafactory_takes_the_switches_of_trainer_for_liger_and_its_own_for_fl
     assert (described(text).fused_loss, described(text).compute_dtype) == ("none", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("adapter", "targets", "told"),
+    [
+        ("exclude_modules: ['*lm_head*', '*router*', '*.gate']", "all-linear", []),
+        ("exclude_modules: ['*vision_tower*', '*lm_head*']", "all-linear", ["peft.exclude_modules"]),
+        ("alpha: 8", ("*_proj",), []),
+        ("target_modules: '*.q_proj'", ("*.q_proj",), []),
+    ],
+)
+def test_automodel_adapts_every_layer_that_is_not_excluded(
+    adapter: str, targets: tuple[str, ...] | str, told: list[str]
+) -> None:
+    run = described(
+        "recipe: TrainFinetuneRecipeForNextTokenPrediction\nstep_scheduler: {local_batch_size: 1}\nmodel:\n"
+        "  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "  pretrained_model_name_or_path: gpt2\n  dtype: float32\npeft:\n"
+        f"  _target_: nemo_automodel.components._peft.lora.PeftConfig\n  dim: 8\n  {adapter}\n"
+        "distributed: {strategy: fsdp2}\n"
+    )
+    assert (run.lora_targets, run.base_dtype) == (targets, "fp32")
+    assert [item.key for item in run.keys.not_modelled] == told
+
+
+def test_a_base_that_later_versions_of_axolotl_quantise_needs_less() -> None:
+    text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_linear: true\npeft: {{weight_dtype: int4}}\n"
+    sides = {item.key: item.side for item in described(text).keys.not_modelled if item.changes == "memory"}
+    assert sides["peft.weight_dtype"] == "less"
+
+
 def test_dropout_of_adapters_is_the_programs_default() -> None:
     text = "model_name_or_path: gpt2\ndataset_name: d\nuse_peft: true\nlora_r: 4\nmax_length: 64\n"
     assert described(text).lora_dropout == 0.05

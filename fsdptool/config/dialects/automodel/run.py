@@ -7,6 +7,7 @@ Source: NeMo AutoModel 36044ad3 ``recipes/_dist_utils.py``, ``recipes/diffusion/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from fsdptool.records.described_run import DescribedMesh, DescribedRun, Masters
 from fsdptool.source.known_models import family_of_name, layer_classes_of
 
 _MOE = ("embedding", "each block", "routed experts (own unit, only if ranks > ep)", "lm_head", "root")
+_HEADS = re.compile(r"lm_head|embed_out|output|router|\bgate$")
+"""Modules that ``all-linear`` leaves out as well, or that are no Linear layers."""
 _DENSE = ("every layer of every ModuleList", "root")
 
 
@@ -32,7 +35,7 @@ def describe(file: RunFile) -> DescribedRun:
     model = read.text("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path")
     if model is None and isinstance(read.raw("model.config"), str):
         model = read.text("model.config")
-    stored = dtype_word(read.text("model.torch_dtype")) or "bf16"
+    stored = dtype_word(read.text("model.torch_dtype", "model.dtype")) or "bf16"
     adapter = isinstance(read.raw("peft"), dict)
     four = read.flag("quantization.load_in_4bit")
     mesh, processes = _mesh(read, place)
@@ -217,7 +220,15 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
     if read.flag("peft.match_all_linear"):
         return "all-linear"
     named = read.names("peft.target_modules")
-    return (named,) if isinstance(named, str) else named
+    if named:
+        return (named,) if isinstance(named, str) else named
+    # components/_peft/module_matcher.py:111 and :159 (0.7.0): every Linear that is not excluded.
+    left = read.names("peft.exclude_modules")
+    if not left:
+        return (str(read.default("peft.target_modules", "*_proj", "components/_peft/module_matcher.py:111")),)
+    if not all(_HEADS.search(name) for name in ((left,) if isinstance(left, str) else left)):
+        read.unmodelled("peft.exclude_modules", "less")
+    return "all-linear"
 
 
 def _objective(read: RunReader, diffusion: bool) -> str:

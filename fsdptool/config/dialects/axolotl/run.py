@@ -8,7 +8,7 @@ Source: axolotl 0.19.0 (src/axolotl): ``utils/schemas`` (keys, defaults), ``util
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
@@ -152,6 +152,12 @@ def _method(read: RunReader, adapter: str, dtype: str) -> tuple[str, str | None,
     four, eight = read.flag("load_in_4bit"), read.flag("load_in_8bit")
     if not adapter:
         return "full", "none", dtype
+    block = read.raw("peft")
+    if isinstance(block, Mapping) and block.get("weight_dtype"):
+        read.notes.append(
+            "0.19.0 does not read peft.weight_dtype; later versions quantise the base by torchao"
+        )
+        read.unmodelled("peft.weight_dtype", "less")
     if adapter == "qlora":
         if not four:
             read.problems.append("adapter: qlora needs load_in_4bit: true (utils/schemas/peft.py:220)")
