@@ -75,6 +75,18 @@ def test_videos_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     torn.write_bytes(video(tmp_path / "whole.mkv", frames=24, rate=24).read_bytes()[:2000])
     with pytest.raises(ConfigError, match=r"torn.mkv"):
         shown(torn, 24, 24.0)
+    empty = tmp_path / "empty.mkv"
+    with av.open(str(empty), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        stream.encode(av.VideoFrame(64, 48, "yuv420p"))  # opens the codec
+        for number in range(8):
+            packet = av.Packet(b"\x00\x00\x01\xb6\x40")  # a picture that is not coded
+            packet.stream, packet.pts, packet.dts = stream, number, number
+            packet.time_base, packet.is_keyframe = stream.codec_context.time_base, True
+            container.mux(packet)
+    with pytest.raises(ConfigError, match=r"empty.mkv ends after 0 frames, its container lists 8"):
+        shown(empty, 4, None)
 
 
 @pytest.mark.slow

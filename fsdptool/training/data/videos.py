@@ -57,7 +57,7 @@ def read_video(file: Path, count: int, rate: float | None) -> Iterator[Image]:
     frame_numbers = _moments(file, times, times[-1] - times[0] + last, count, rate, late)
     with _opened(file) as (container, stream):
         stream.thread_type = "AUTO"
-        number, yielded = 0, 0
+        number, yielded = -1, 0
         for number, frame in enumerate(container.decode(stream)):
             if number == frame_numbers[yielded]:
                 image = frame.to_image().rotate(_turned(frame), expand=True)
