@@ -3,7 +3,8 @@
 A fault is an operator, a constant or a condition that is changed. The same seed plants the same faults. Each
 is planted in a copy of the checkout, never in the checkout itself; first the test files run that import the
 module or share a word with its path, then the other files of the package's folder. A fault that no test
-notices is one for which a test is missing, or one that changes nothing that can be observed.
+notices is one for which a test is missing, or one that changes nothing that can be observed: the committed
+rows say under ``equivalent`` why.
 
 Usage: python benchmarks/tests/mutate.py --count 60 --output benchmarks/results/mutation.jsonl
 """
