@@ -108,7 +108,7 @@ class ParallelismReader(ModelReader):
             self.put("cpu_offload", offload, places.get("cpu_offload", made.node), f"{named}.cpu_offload")
         else:
             self._offload(offload, places.get("cpu_offload", made.node), named)
-        self._precision(given.get("mixed_precision"), "MixedPrecision")
+        self._precision(given.get("mixed_precision"), places.get("mixed_precision"), "MixedPrecision")
         self._strategy(given.get("sharding_strategy"), places.get("sharding_strategy", made.node), named)
         mesh = given.get("device_mesh")
         if isinstance(mesh, Items) and len(mesh.values) == 2:
@@ -235,7 +235,9 @@ class ParallelismReader(ModelReader):
             first.places.get("offload_policy", first.node),
             "fully_shard",
         )
-        self._precision(first.keywords.get("mp_policy"), "MixedPrecisionPolicy")
+        self._precision(
+            first.keywords.get("mp_policy"), first.places.get("mp_policy"), "MixedPrecisionPolicy"
+        )
         if len({id(thing) for _, thing in shardings}) == 1 and not any(
             made_by(thing, "item", "attribute") or event.loops for event, thing in shardings
         ):
@@ -245,7 +247,7 @@ class ParallelismReader(ModelReader):
         event, _ = self.facts.wrappers[-1]
         at = event.places
         self._offload(event.keywords.get("cpu_offload"), at.get("cpu_offload", event.node), FSDP1)
-        self._precision(event.keywords.get("mixed_precision"), "MixedPrecision")
+        self._precision(event.keywords.get("mixed_precision"), at.get("mixed_precision"), "MixedPrecision")
         self._strategy(
             event.keywords.get("sharding_strategy"), at.get("sharding_strategy", event.node), FSDP1
         )
@@ -288,7 +290,7 @@ class ParallelismReader(ModelReader):
         self.run.classes += tuple(found)
         self.say("wrap_classes", [item.name for item in self.run.classes], node, f"{kind}.classes")
 
-    def _precision(self, value: Value | None, kind: str) -> None:
+    def _precision(self, value: Value | None, at: ast.AST | None, kind: str) -> None:
         policy = made_by(value, "MixedPrecisionPolicy", "MixedPrecision")
         if policy is not None:
             places = self.places(policy)
@@ -299,7 +301,7 @@ class ParallelismReader(ModelReader):
                 self.put(name, given, places.get(name, policy.node), f"{kind}.{name}")
             self.rest(self.event_of(policy) or policy, kind, ("param_dtype", "reduce_dtype"))
         elif value is not None and not (isinstance(value, Const) and value.value is None):
-            self.put("param_dtype", value, getattr(value, "node", None), kind)
+            self.put("param_dtype", value, getattr(value, "node", None) or at, kind)
 
     def _strategy(self, value: Value | None, node: ast.AST | None, kind: str) -> None:
         word = str(plain_value(value)[1]).upper() if value is not None else ""

@@ -817,3 +817,19 @@ for batch in data:
     optimizer.step()
 """)
     assert run.lora_targets == ("c_attn",)
+
+
+def test_a_policy_of_two_branches_is_told_where_it_is_given() -> None:
+    run = described("""
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+from transformers import AutoModelForCausalLM
+policy = MixedPrecision(param_dtype=torch.bfloat16) if torch.version.cuda >= "11" else None
+model = FSDP(AutoModelForCausalLM.from_pretrained("gpt2"), mixed_precision=policy)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in data:
+    model(**batch).loss.backward()
+    optimizer.step()
+""")
+    assert "line 6: MixedPrecision is not read: it is policy" in run.problems
+    assert run.compute_dtype is None
