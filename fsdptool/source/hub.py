@@ -17,7 +17,7 @@ _METADATA_SECONDS = 5.0
 
 
 class UnreachableError(ReferenceError):
-    """The configuration of a repository cannot be had now.
+    """The configuration of a repository is not available now.
 
     Args:
         message: What happened.
