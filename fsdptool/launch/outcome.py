@@ -14,8 +14,9 @@ from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import OWN_LOOP, Candidate
-from fsdptool.records.run import RunFailure, RunStatus, Summary
-from fsdptool.runs.events import event_path, largest_peak, read_lines
+from fsdptool.records.run import RunFailure, RunPhase, RunStatus, Summary
+from fsdptool.records.trace import Component
+from fsdptool.runs.events import copies_saves, event_path, largest_peak, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     LOGS,
@@ -194,7 +195,7 @@ def summarise(folder: Path, outcome: RunOutcome, *, units: int, mesh: Mapping[st
     lines = list(read_lines(folder / METRICS))
     last_step = newest_step(folder / CHECKPOINTS)
     prediction = read_prediction(folder)
-    predicted = prediction.allocated_peak_bytes if prediction else None
+    predicted = planned_peak(prediction, folder) if prediction else None
     measured = tuple(_peak(outcome.finished.get(rank)) for rank in range(world_size))
     largest = largest_peak(measured, lines)
     instruments = {str(event.get("instrument")) for event in outcome.finished.values()}
@@ -220,6 +221,20 @@ def summarise(folder: Path, outcome: RunOutcome, *, units: int, mesh: Mapping[st
         memory_report=None,
         measured_moments=_moments(outcome, world_size),
     )
+
+
+def planned_peak(prediction: Candidate, folder: Path) -> int | None:
+    """Return the planned peak, without the copies of asynchronous saves if the run's only save was its last.
+
+    A plan of epochs does not know their steps, and counts the copies.
+    """
+    whole = prediction.allocated_peak_bytes
+    if whole is None or copies_saves(read_lines(event_path(folder, 0))):
+        return whole
+    staged = sum(item.bytes or 0 for item in prediction.components if item.name == Component.STAGED)
+    before = (RunPhase.LOAD, RunPhase.FIRST_STEP)
+    early = [phase.allocated_bytes or 0 for phase in prediction.phases if phase.name in before]
+    return max(whole - staged, *early, 0)
 
 
 def write_summary(folder: Path, summary: Summary) -> dict[str, Any]:

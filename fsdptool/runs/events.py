@@ -75,6 +75,11 @@ STARTUP = (
 """The phases before the first step."""
 
 
+def copies_saves(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Say whether a save was copied, as those of an asynchronous run before its end are."""
+    return any(event.get("kind") == "checkpoint_started" and event.get("asynchronous") for event in events)
+
+
 def event_path(folder: Path, rank: int) -> Path:
     """Return the event file of a rank."""
     return folder / EVENTS / f"rank-{rank:05d}.jsonl"

@@ -104,6 +104,20 @@ def test_an_asynchronous_save_is_page_locked_memory(trace: Trace) -> None:
     assert phases(foot(case, trace, last))["forward"].host_bytes_per_rank == 0, "the last save is waited for"
 
 
+def test_the_first_step_has_no_copy_of_a_save(trace: Trace) -> None:
+    """On the CPU the copies are of the same memory, and are made after it."""
+    case = Case()
+    recipe = dataclasses.replace(case.recipe(), checkpoints=Checkpoints(every_steps=10), steps=100)
+    copied, plain = (
+        phases(foot(case, trace, dataclasses.replace(recipe, steps=steps), profile="cpu-gloo"))
+        for steps in (100, 10)
+    )
+    assert copied["first step"].allocated_bytes == plain["first step"].allocated_bytes
+    backward = copied["backward"].allocated_bytes, plain["backward"].allocated_bytes
+    assert backward[0] is not None and backward[1] is not None
+    assert backward[0] - backward[1] >= 3 * 4 * PARAMETERS // 8
+
+
 def test_a_full_checkpoint_gathers_the_largest_tensor(trace: Trace) -> None:
     """Nothing but what is known exactly is alive beside it, in loops that read no inputs ahead."""
     case, loop = Case(), dataclasses.replace(OWN_LOOP, program="trainer")

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from fsdptool.cli.app import run as fsdptool
 from fsdptool.files.values import check
+from fsdptool.launch.outcome import planned_peak
 from fsdptool.records.codec import to_json
 from fsdptool.records.plan import Candidate, ComponentBytes, Phase, SearchPoint
 from fsdptool.records.run import RankProgress, RunPhase, Start, Summary
@@ -106,7 +108,8 @@ PLANNED = {RunPhase.LOAD: 5, RunPhase.FIRST_STEP: 990, RunPhase.BACKWARD: 1010, 
 """Bytes of phases; the copy of a save has 10."""
 
 
-def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -> None:
+def planned_candidate() -> Candidate:
+    """Return a candidate with the phases of ``PLANNED``."""
     point: dict[str, Any] = {
         **{"cluster": 0, "layout": "native", "wrap_policy": "none", "wrap_classes": (), "micro_batch": 1},
         **{"accumulation": 1, "checkpointing": "none", "reshard_after_forward": True, "dp_replicate": 1},
@@ -123,13 +126,27 @@ def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -
         "components": (ComponentBytes(Component.STAGED, 10, "exact"),),
         "phases": tuple(Phase(name, size, 0, 0, "exact", "") for name, size in PLANNED.items()),
     }
-    candidate = Candidate(**fields)
-    (locked.path / "prediction.json").write_text(json.dumps(to_json(candidate)))
+    return Candidate(**fields)
+
+
+def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -> None:
+    (locked.path / "prediction.json").write_text(json.dumps(to_json(planned_candidate())))
     before = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
     assert before == {"load": 5, "first step": 990, "backward": 1000, "save": 30}
     locked.event(0, "memory", moments={"save": 30, "backward": 1010})
     after = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
     assert after == PLANNED
+
+
+def test_a_run_is_compared_with_what_was_planned_of_it(folder: Folder) -> None:
+    """A plan of epochs counts the copy of a save: a run whose only save was its last made none."""
+    candidate = replace(planned_candidate(), allocated_peak_bytes=1010)
+    folder.event(0, "checkpoint_started", step=20, asynchronous=False)
+    assert planned_peak(candidate, folder.path) == 1000
+    early = replace(candidate, allocated_peak_bytes=995)
+    assert planned_peak(early, folder.path) == 990, "the first step has no copy"
+    folder.event(0, "checkpoint_started", step=20, asynchronous=True)
+    assert planned_peak(candidate, folder.path) == 1010
 
 
 def test_a_run_on_another_machine_lives_while_its_ranks_write(folder: Folder) -> None:

@@ -192,6 +192,7 @@ def simulate(
     else:
         _add(ledger, states, OPTIMIZER)
     if off_step.staged is not None:
+        ledger.begin(None)  # the first save comes after the first step
         ledger.add(off_step.staged)
     if complete:
         _step(schedule, teacher, recipe, states, loop, inputs)
