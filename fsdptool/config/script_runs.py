@@ -133,7 +133,7 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
     limits: list[UnmodelledKey] = []
     open_facts: set[str] = set()
     inert: list[str] = []
-    problems: list[str] = []
+    problems = list(script.problems)
     for key, item in unread.items():
         changed = _decided_by(script, data, key, path, launch)
         if key in _MEMORY or key.startswith("config.") or changed - _OF_WHOLE_RUN:
@@ -167,7 +167,6 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
     facts: dict[str, Any] = {name: None for name in open_facts if "." not in name}
     facts |= {name: () for name in facts if name == "lora_modules_to_save"}
     mesh = {name.removeprefix("mesh."): None for name in open_facts if name.startswith("mesh.")}
-    problems += script.problems
     return replace(
         run,
         **facts,

@@ -62,7 +62,8 @@ class ModelReader(SettingsReader):
         elif isinstance(value, Thing):
             self._made(value, node, depth)
         if depth == 0 and "model_name_or_path" not in self.run.settings and self.run.own_class is None:
-            line, written = getattr(node, "lineno", 1), self.run.model_type or text(node)
+            shown = node.value if isinstance(node, ast.keyword) else node
+            line, written = getattr(node, "lineno", 1), self.run.model_type or text(shown)
             sizes = "a model of the script's own sizes" if self.run.model_type else "which is not read"
             self.run.problems.append(f"line {line}: the model is {written}, {sizes}")
 

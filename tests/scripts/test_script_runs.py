@@ -329,6 +329,27 @@ def test_explain_shows_settings_and_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FSDP does not run" not in shown
 
 
+def test_a_model_that_arguments_name_is_asked_for_first() -> None:
+    """The reason is the model's, not that of adapters, which are not read either; the command is offered."""
+    text = (
+        "from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config\n"
+        "training_args, model_args = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n"
+        "trainer = SFTTrainer(\n"
+        "    model=model_args.model_name_or_path,\n"
+        "    args=training_args,\n"
+        "    peft_config=get_peft_config(model_args),\n"
+        ")\n"
+        "trainer.train()\n"
+    )
+    run = described(text)
+    assert len(run.problems) == 2
+    with pytest.raises(PlanError) as refused:
+        file_run(run, None, "sft.py", 2)
+    reason = "line 4: the model is model_args.model_name_or_path, which is not read"
+    assert refused.value.message == f"sft.py names no model: {reason}"
+    assert "fsdptool plan -- python sft.py" in (refused.value.help or "")
+
+
 def test_a_model_of_sizes_in_the_script_must_be_given() -> None:
     sized = LOOP.replace(
         "AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)",

@@ -363,7 +363,12 @@ def _model(run: DescribedRun, model: str | None, where: str, trusted: bool) -> s
         return known
     if run.model is None:
         why = next((f": {item}" for item in run.unresolved), "")
-        raise PlanError(f"{where} names no model{why}", help="name it: --model REFERENCE")
+        advice = "name it: --model REFERENCE"
+        if where.endswith(SCRIPTS):
+            advice = (
+                f"{advice}; or give the command that starts the script: fsdptool plan -- python {where} ..."
+            )
+        raise PlanError(f"{where} names no model{why}", help=advice)
     if is_import(run.model):
         raise PlanError(
             f"{where} trains {run.model}, a class of its own, which is imported only on request",
