@@ -51,7 +51,7 @@ RULES = (
     # source/resolve.py
     Rule("DET105", "catalogue instead of the Hub", "warning",
          "The configuration of a Hub id cannot be fetched: the Hub is out of reach, or the model is gated. "
-         "The size of the catalogue that has its name is inspected and planned. Training needs the model.",
+         "The catalogue's model of that name is inspected and planned. Training needs the model itself.",
          "Log in with `hf auth login`, or give a config.json if that of the model differs."),
     Rule("DET110", "pipeline with a second denoiser", "info",
          "The pipeline contains two trainable denoisers. The result covers the first one only.",

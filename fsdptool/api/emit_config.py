@@ -273,7 +273,7 @@ def from_reference(
     if choice is None:
         classes = spelling.classes(list(wrap)) or ()
         return Emission(replace(settings, wrap_classes=classes), layout)
-    anatomy = inspect(resolve_choice(choice, catalogue=True), wrap=wrap, exclude=exclude)
+    anatomy = inspect(resolve_choice(choice), wrap=wrap, exclude=exclude)
     classes = anatomy.wrap.classes
     if classes:
         settings = replace(settings, wrap_policy="transformer", wrap_classes=classes)
@@ -311,9 +311,7 @@ def from_run(
     if run.fsdp == "none":
         shared = ParallelDims(cp=settings.mesh.cp, tp=settings.mesh.tp)
         settings = replace(settings, mesh=shared, ignored_modules=None)
-    anatomy = inspect(
-        resolve_choice(recipe.model, catalogue=True), wrap=wrap or settings.wrap_classes, exclude=exclude
-    )
+    anatomy = inspect(resolve_choice(recipe.model), wrap=wrap or settings.wrap_classes, exclude=exclude)
     chosen: Layout = "accelerate" if layout == "accelerate" else "native"
     recipe = replace(recipe, sharding=replace(recipe.sharding, layout=chosen))
     if recipe.steps is None:

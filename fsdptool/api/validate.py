@@ -294,7 +294,7 @@ def conditions(options: LintOptions) -> Conditions:
         from fsdptool.inspection import inspect
         from fsdptool.source import resolve
 
-        anatomy = inspect(resolve(model, trust_remote_code=options["trust_remote_code"], catalogue=True))
+        anatomy = inspect(resolve(model, trust_remote_code=options["trust_remote_code"]))
     if hardware is not None:
         hardware = with_model(hardware, anatomy)
     return Conditions(

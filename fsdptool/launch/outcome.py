@@ -224,9 +224,10 @@ def summarise(folder: Path, outcome: RunOutcome, *, units: int, mesh: Mapping[st
 
 
 def planned_peak(prediction: Candidate, folder: Path) -> int | None:
-    """Return the planned peak, without the copies of asynchronous saves if the run's only save was its last.
+    """Return the planned peak, without the copies of asynchronous saves if there were none before the end.
 
-    A plan of epochs does not know their steps, and counts the copies.
+    A plan of epochs does not know their steps, and counts the copies. A run that failed before its first save
+    has none, either.
     """
     whole = prediction.allocated_peak_bytes
     if whole is None or copies_saves(read_lines(event_path(folder, 0))):

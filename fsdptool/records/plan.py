@@ -318,8 +318,9 @@ BESIDE_TP: tuple[Assumption, ...] = ("compile", "float8", "async_tp")
 
 
 NotPlanned = Literal[
-    "autocast", "outputs", "fused_loss", "whole_loss", "stored_dtype", "embedding_backward", "encoders"
-]
+    "autocast", "outputs", "fused_loss", "whole_loss", "stored_dtype", "embedding_backward", "encoders",
+    "forwards",
+]  # fmt: skip
 """What differs from run to run, or is not modelled, in another program's training loop.
 
 ``autocast``: operators that autocast runs in fp32 (layer normalisation, softmax) keep fp32 copies.
@@ -327,6 +328,7 @@ NotPlanned = Literal[
 and other fused losses hold less. ``whole_loss``: other losses than the program's default hold whole logits.
 ``stored_dtype``: without mixed precision, weights keep the dtype they are loaded in. ``embedding_backward``:
 the embedding is gathered in backward, too. ``encoders``: text encoders and the VAE, loaded beside the model.
+``forwards``: the time of forward passes without gradients: KTO's pairs, and a reference that is the base.
 """
 
 

@@ -308,6 +308,7 @@ NOT_PLANNED: Mapping[NotPlanned, str] = {
     "stored_dtype": "the dtype that the weights are loaded in (--dtype)",
     "embedding_backward": "the embedding, which is gathered in backward, too",
     "encoders": "text encoders and VAE that are loaded beside the model",
+    "forwards": "the time of further forward passes without gradients (reference, KL)",
 }
 """What a plan of another program's loop leaves out."""
 

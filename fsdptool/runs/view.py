@@ -30,7 +30,7 @@ from fsdptool.records.run import (
     RunView,
 )
 from fsdptool.records.trace import Component
-from fsdptool.runs.events import event_path, ranks_in, read_lines, records_after, tail_events
+from fsdptool.runs.events import copies_saves, event_path, ranks_in, read_lines, records_after, tail_events
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     LOCK,
@@ -229,16 +229,16 @@ def _memory(
     predicted = {str(phase.name): phase.allocated_bytes for phase in plan.phases} if plan else {}
     predicted = {name: value for name, value in predicted.items() if value is None or count(value)}
     measured: dict[str, int] = {}
-    for log in logs:
-        for event in log:
-            moments = event.get("moments")
-            for name, value in moments.items() if isinstance(moments, dict) else ():
-                measured[name] = max(count(value) or 0, measured.get(name, 0))
+    events = [event for log in logs for event in log]
+    for event in events:
+        moments = event.get("moments")
+        for name, value in moments.items() if isinstance(moments, dict) else ():
+            measured[name] = max(count(value) or 0, measured.get(name, 0))
     for name, values in summary.get("measured_moments", {}).items():
         known = [found for value in values if (found := count(value)) is not None]
         if known:
             measured[name] = max(known)
-    if plan and RunPhase.SAVE not in measured:
+    if plan and not copies_saves(events):
         # The copy of an asynchronous save comes into being with the first one.
         staged = sum(item.bytes or 0 for item in plan.components if item.name == Component.STAGED)
         for name in STEP_PHASES:

@@ -87,7 +87,7 @@ _OTHER_UPLOADS = {
     "deepcogito/cogito-v1-preview-qwen-14b": "qwen2.5:14b",
     "deepcogito/cogito-v1-preview-qwen-32b": "qwen2.5:32b",
     "agentica-org/deepcoder-14b-preview": "qwen2.5:14b",
-    "agentica-org/deepscaler-1.5b-preview": "qwen2.5:1.5b",
+    "agentica-org/deepscaler-1.5b-preview": "qwen2.5:r1-distill-1.5b",
     "open-thoughts/openthinker-7b": "qwen2.5:7b",
     "open-thoughts/openthinker-32b": "qwen2.5:32b",
     "skywork/skywork-or1-7b": "qwen2.5:7b",
@@ -121,7 +121,8 @@ _OTHER_UPLOADS = {
 _OTHER_SHAPES = frozenset([
     "vl", "omni", "audio", "vision", "eagle", "eagle3", "medusa", "draft", "pruned", "minitron", "embedding",
     "reranker", "lora", "moe", "distill", "merge", "upscaled", "depth", "llava", "onevision", "vlm", "ocr",
-    "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet", "multimodal",
+    "asr", "tts", "speech", "image", "mamba", "bitnet", "controlnet", "multimodal", "adapter", "adapters",
+    "qlora", "dora", "peft", "vae", "sae", "ip", "extended",
 ])  # fmt: skip
 """Parts of a name that stand for other shapes than those of the name around them."""
 OWN_CODE = re.compile(

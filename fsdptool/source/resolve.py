@@ -240,6 +240,8 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
             help="`fsdptool families` lists the shipped families",
         )
     known, note = family_of_name(text) if options.catalogue and options.revision is None else (None, None)
+    if known is not None and options.component not in (None, _component_of(known)):
+        known = None
     at, why = _missed.get(text, (-_ASKED_AGAIN, ""))
     if known is not None and monotonic() - at < _ASKED_AGAIN:
         return _from_catalogue(text, known, note, why, options)
@@ -249,14 +251,22 @@ def _from_hub(text: str, options: _Options) -> ModelSpec:
     except UnreachableError as error:
         if known is None:
             raise
+        if len(_missed) >= _REMEMBERED:
+            _missed.clear()
         _missed[text] = monotonic(), error.why
         return _from_catalogue(text, known, note, error.why, options)
     return replace(spec, reference=replace(spec.reference, revision=files.commit or options.revision))
 
 
-_ASKED_AGAIN = 60.0
+_ASKED_AGAIN = 15.0
 """Seconds until the Hub is asked again for what was out of reach: a plan resolves its model several times."""
+_REMEMBERED = 64
 _missed: dict[str, tuple[float, str]] = {}
+
+
+def _component_of(known: str) -> str | None:
+    name, _, size = known.partition(":")
+    return load_registry().flavour(name, size).component
 
 
 def _from_catalogue(text: str, known: str, note: str | None, why: str, options: _Options) -> ModelSpec:
@@ -265,7 +275,7 @@ def _from_catalogue(text: str, known: str, note: str | None, why: str, options: 
         code=CATALOGUE,
         severity="warning",
         message=f"the configuration of {text} cannot be fetched: {why}; that of {known} is taken"
-        + (f": {note}" if note else ""),
+        + (", by the model's name" if note else ""),
         help="give its config.json if the model differs",
     )
     spec = _from_flavour(known, options)

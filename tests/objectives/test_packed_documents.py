@@ -28,6 +28,7 @@ LEAKING = {
     *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "MambaForCausalLM"),
     *("Mamba2ForCausalLM", "MptForCausalLM", "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"),
     "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
 }
 
 

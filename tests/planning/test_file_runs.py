@@ -15,9 +15,11 @@ from fsdptool.config import read_settings
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning.request.file_run import bound_of, file_run, read_file_run
+from fsdptool.planning.request.followed_loop import suited
 from fsdptool.records.plan import Plan, PlanLimit
 from fsdptool.records.recipe import Lora
 from fsdptool.report import plan_words as words
+from fsdptool.source import resolve
 
 AXOLOTL = """
 base_model: org/model
@@ -314,6 +316,19 @@ def test_the_reference_of_preferences(
     assert sum("reference" in limit.what for limit in inputs.limits or ()) == open_points
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("trl kto", True), ("trl dpo --use_peft", True), ("trl dpo", False), ("trl sft", False)],
+)
+def test_the_time_of_forwards_that_are_not_planned_is_told(
+    model: str, tmp_path: Path, line: str, told: bool
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"{line} --model_name_or_path org/model --output_dir o --bf16 true\n")
+    inputs = read_request(Options(reference=str(path), model=model, gpu="A100-80GB-SXM", search=False)).inputs
+    assert ("forwards" in suited(resolve(model), inputs).loop.not_planned) == told
+
+
 @pytest.mark.slow
 def test_autocast_narrows_a_frozen_base_where_nothing_is_gathered(tmp_path: Path) -> None:
     """GPT-2's Conv1D takes no input of another dtype than its weight."""
@@ -343,7 +358,6 @@ def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_
     assert wide["parameters"] - thin["parameters"] == adapters * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "dtype"), [(None, "bfloat16"), ("float16", "float16"), ("float32", "float32")]
 )
@@ -358,6 +372,7 @@ def test_a_frozen_base_has_the_dtype_of_its_checkpoint(
     assert read_request(cast("Options", options)).inputs.recipe.model.dtype == dtype
 
 
+@pytest.mark.slow
 def test_fused_kernels_and_losses_of_a_file_are_planned(model: str, tmp_path: Path) -> None:
     liger = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rms_norm: true\nliger_rope: true\n"
     liger += "liger_fused_linear_cross_entropy: true\nliger_glu_activation: false\n"

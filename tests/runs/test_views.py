@@ -133,6 +133,7 @@ def test_the_copy_of_a_save_is_planned_once_a_save_has_made_it(locked: Folder) -
     (locked.path / "prediction.json").write_text(json.dumps(to_json(planned_candidate())))
     before = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
     assert before == {"load": 5, "first step": 990, "backward": 1000, "save": 30}
+    locked.event(0, "checkpoint_started", step=5, asynchronous=True)
     locked.event(0, "memory", moments={"save": 30, "backward": 1010})
     after = {phase.name: phase.predicted_bytes for phase in read_view(locked.path, now=locked.now).memory}
     assert after == PLANNED

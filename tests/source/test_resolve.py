@@ -385,12 +385,17 @@ def test_a_published_model_out_of_reach_is_that_of_the_catalogue() -> None:
     assert again == spec
     tuned = resolve("somebody/Llama-3.1-8B-Instruct-bnb-4bit", catalogue=True)
     assert tuned.config == resolve("llama3.1:8b").config
-    assert "by its name" in tuned.diagnostics[0].message
+    assert "by the model's name" in tuned.diagnostics[0].message
     part = resolve("black-forest-labs/FLUX.1-dev", catalogue=True)
     assert (part.component, part.library) == ("transformer", "diffusers")
+    with pytest.raises(BadReference, match="HF_HUB_OFFLINE is set"):
+        resolve("black-forest-labs/FLUX.1-dev", component="text_encoder", catalogue=True)
 
 
-@pytest.mark.parametrize("reference", ["somebody/some-model", "somebody/Llama-3.1-8B-pruned"])
+@pytest.mark.parametrize(
+    "reference",
+    ["somebody/some-model", "somebody/Llama-3.1-8B-pruned", "somebody/Llama-3.2-1B-qlora-adapter"],
+)
 def test_other_models_out_of_reach_are_not_known(reference: str) -> None:
     with pytest.raises(BadReference, match="HF_HUB_OFFLINE is set"):
         resolve(reference, catalogue=True)

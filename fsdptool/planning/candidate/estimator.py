@@ -522,7 +522,9 @@ class Estimator:
             from fsdptool.inspection import inspect
             from fsdptool.source import resolve_choice
 
-            self._teacher = inspect(resolve_choice(choice, catalogue=True))
+            # Of the catalogue's models the plan warns about the trained one alone.
+            same = choice.reference == self.run.recipe.model.reference
+            self._teacher = inspect(resolve_choice(choice, catalogue=same))
         return self._teacher
 
 

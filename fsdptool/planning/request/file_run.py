@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
+from shlex import quote
 from typing import Any, cast
 
 from fsdptool.errors import PlanError
@@ -364,9 +365,9 @@ def _model(run: DescribedRun, model: str | None, where: str, trusted: bool) -> s
     if run.model is None:
         why = next((f": {item}" for item in run.unresolved), "")
         advice = "name it: --model REFERENCE"
-        if where.endswith(SCRIPTS):
-            advice = (
-                f"{advice}; or give the command that starts the script: fsdptool plan -- python {where} ..."
+        if where.endswith(".py"):
+            advice += (
+                f"; or give the command that starts the script: fsdptool plan -- python {quote(where)} ..."
             )
         raise PlanError(f"{where} names no model{why}", help=advice)
     if is_import(run.model):

@@ -142,6 +142,10 @@ def suited(spec: ModelSpec, inputs: PlanInputs) -> PlanInputs:
     if not labelled or objective.scores_tokens or recipe.method.distillation is not None:
         loop = replace(loop, loss_in_forward=False, own_loss=False)
         open_points = tuple(name for name in open_points if name not in _ABOUT_LOSSES)
+    if (run := inputs.run) is not None and (
+        run.objective == "kto" or (run.objective == "dpo" and run.method not in (None, "full"))
+    ):
+        open_points = (*open_points, "forwards")
     chunks = "chunk" in inspect.signature(type(objective)).parameters
     if loop.whole_logits and chunks and "chunk" not in recipe.objective.options:
         options = {**recipe.objective.options, "chunk": 0}
