@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -214,6 +215,7 @@ def find_commands(text: str) -> tuple[Command, ...]:
 
 
 def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Command]:
+    lines = sorted(text[start:end].strip() for start, end in spans)
     for start, end in spans:
         if not _HINT.search(text, start, end):
             continue
@@ -225,7 +227,18 @@ def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Comm
         for word in words:
             inside = _inside(text, word)
             if depth and inside is not None and _HINT.search(text, *inside):
+                if text[inside[0] - 2 : inside[0] - 1] == "=" and _begins(
+                    lines, text[slice(*inside)].strip()
+                ):
+                    continue  # a variable, and the line that starts what it holds says the rest
                 yield from _found(text, _spans(text, *inside), depth - 1)
+
+
+def _begins(lines: list[str], words: str) -> bool:
+    """Say whether one of some sorted lines begins with words."""
+    after = bisect_left(lines, words)
+    line = lines[after] if after < len(lines) else ""
+    return line.startswith(words) and not line[len(words) : len(words) + 1].strip()
 
 
 def _inside(text: str, word: Node) -> tuple[int, int] | None:

@@ -187,7 +187,7 @@ class _Reader(ParallelismReader):
         if objective is None and self.run.own_class is None:
             self.run.objective = self._objective()
         self._adapters_by_hand()
-        self._checkpointing()
+        self._checkpointing(given or arguments)
         if "max_length" not in self.run.settings and "max_seq_length" not in self.run.settings:
             self._length(named=objective is None)
 
@@ -380,7 +380,8 @@ class _Reader(ParallelismReader):
             found = True
         return found
 
-    def _checkpointing(self) -> None:
+    def _checkpointing(self, arguments: Value | None = None) -> None:
+        """Read what recomputes; the ``arguments`` of a trainer decide it by themselves."""
         for event in self.facts.of_kind("call"):
             if event.name in _CHECKPOINTING:
                 self.say("gradient_checkpointing", True, event.node, event.name.rpartition(".")[2])
@@ -392,10 +393,14 @@ class _Reader(ParallelismReader):
             if not is_constant(event.get("use_gradient_checkpointing", 1), False)
         ]
         for event in enabled:
-            if any(_asks_arguments(guard) for guard in event.guards):
+            asked = next((guard.test for guard in event.guards if _asks_for_it(guard)), None)
+            if isinstance(asked, Thing) and arguments is not None and asked.parent is arguments:
+                continue
+            before = self.run.settings.get("gradient_checkpointing")
+            if asked is not None and before is not None and before.value:
                 continue
             self.run.settings.pop("gradient_checkpointing", None)
-            self.say("gradient_checkpointing", True, event.node, event.name)
+            self.put("gradient_checkpointing", asked or Const(True), event.node, event.name)
 
     def _batch(self) -> None:
         for event in self.facts.calls("DataLoader"):
@@ -472,7 +477,7 @@ def _is_optimizer(name: str) -> bool:
     )
 
 
-def _asks_arguments(guard: Condition) -> bool:
-    """Whether something happens only if the arguments of a trainer ask for checkpointing themselves."""
+def _asks_for_it(guard: Condition) -> bool:
+    """Whether something happens only if a setting asks for checkpointing, whose value is not known."""
     test = guard.node.test if isinstance(guard.node, ast.If) else None
     return guard.branch and isinstance(test, ast.Attribute) and test.attr == "gradient_checkpointing"

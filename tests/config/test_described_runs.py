@@ -276,7 +276,10 @@ _TOOLKIT = (
     ("text", "told"),
     [
         (_TOOLKIT.format("", "a/b", "qwen_image_edit", ""), {"datasets.control_path": "more"}),
+        (_TOOLKIT.format("", "a/b", "flux2_klein_9b", ""), {"datasets.control_path": "more"}),
+        (_TOOLKIT.format("", "a/b", "'qwen_image_edit_plus:2511'", ""), {"datasets.control_path": "more"}),
         (_TOOLKIT.format("", "a/b", "qwen_image", ""), {}),
+        (_TOOLKIT.format("", "a/b", "'qwen_image:2512'", ""), {}),
         (
             _TOOLKIT.format(
                 ", network_kwargs: {ignore_if_contains: [ff_i]}", "a/b", "hidream",
@@ -294,6 +297,11 @@ _TOOLKIT = (
             {"conditioning_data": "more"},
         ),
         ('{"model_family": "flux", "model_type": "lora", "data_backend_config": "b.json"}', {}),
+        (  # further channels of the same patches
+            '{"model_family": "kandinsky5-image", "model_flavour": "i2i-lite-sft", "model_type": "lora",'
+            ' "data_backend_config": "b.json"}',
+            {},
+        ),
         (
             "accelerate launch train_dreambooth_lora_flux_kontext.py --pretrained_model_name_or_path m/n"
             " --output_dir o --dataset_name d --image_column a --cond_image_column b\n",
@@ -428,8 +436,9 @@ def test_the_usual_method_of_quantisation_leaves_nothing_open() -> None:
 
 def test_llamafactory_takes_the_switches_of_trainer_for_liger_and_its_own_for_float8() -> None:
     text = "model_name_or_path: gpt2\nstage: sft\nfinetuning_type: full\ntemplate: x\ndo_train: true\n"
-    run = described(f"{text}use_liger_kernel: true\nfp8: true\n")
-    assert (run.fused_loss, run.compute_dtype) == ("liger", "bf16")
+    for switch in ("true", "'true'"):
+        run = described(f"{text}use_liger_kernel: true\nfp8: {switch}\n")
+        assert (run.fused_loss, run.compute_dtype) == ("liger", "bf16")
     assert (described(text).fused_loss, described(text).compute_dtype) == ("none", "fp32")
 
 
@@ -438,6 +447,8 @@ def test_llamafactory_takes_the_switches_of_trainer_for_liger_and_its_own_for_fl
     [
         ("exclude_modules: ['*lm_head*', '*router*', '*.gate']", "all-linear", []),
         ("exclude_modules: ['*vision_tower*', '*lm_head*']", "all-linear", ["peft.exclude_modules"]),
+        ("exclude_modules: ['*attention.output.dense']", "all-linear", ["peft.exclude_modules"]),
+        ("exclude_modules: ['*output_proj*']", "all-linear", ["peft.exclude_modules"]),
         ("alpha: 8", ("*_proj",), []),
         ("target_modules: '*.q_proj'", ("*.q_proj",), []),
     ],
@@ -457,9 +468,18 @@ def test_automodel_adapts_every_layer_that_is_not_excluded(
 
 
 def test_a_base_that_later_versions_of_axolotl_quantise_needs_less() -> None:
-    text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_linear: true\npeft: {{weight_dtype: int4}}\n"
-    sides = {item.key: item.side for item in described(text).keys.not_modelled if item.changes == "memory"}
-    assert sides["peft.weight_dtype"] == "less"
+    text = f"{AXOLOTL}adapter: lora\nlora_r: 8\nlora_target_linear: true\n"
+    text += "peft: {weight_dtype: int4, loftq_config: {loftq_bits: 4}}\n"
+    for version, sides in (
+        (None, {"peft.weight_dtype": "less", "peft.loftq_config": None}),
+        ("0.20.0", {"peft.weight_dtype": "less", "peft.loftq_config": None}),
+        ("0.19.0", {"peft.loftq_config": None}),
+    ):
+        run = describe_run(SourceText(text), version=("axolotl", version) if version else None)
+        assert run is not None
+        told = {item.key: item.side for item in run.keys.not_modelled if item.key.startswith("peft")}
+        assert told == sides
+        assert ("peft.weight_dtype" in run.keys.no_effect) == (version == "0.19.0")
 
 
 def test_dropout_of_adapters_is_the_programs_default() -> None:

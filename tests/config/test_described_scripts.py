@@ -86,6 +86,15 @@ ray job submit --working-dir . -- "$PY" -m verl.trainer.main_ppo \\
     assert (run.epochs, run.problems) == (3.0, ())
 
 
+@pytest.mark.parametrize("interpreter", ["$LAUNCH", "python"])
+def test_a_variable_that_a_later_line_starts_is_not_a_command(interpreter: str) -> None:
+    held = f'X="{interpreter} -m trl.scripts.sft"\n'
+    run = described(f"{held}echo $X\n$X --model_name_or_path gpt2 --output_dir o\n")
+    assert (run.program, run.model) == ("trl", "gpt2")
+    run = described(f'{held[:-2]} --model_name_or_path gpt2 --output_dir o"\neval "$X"\n')
+    assert (run.program, run.model) == ("trl", "gpt2")
+
+
 def test_megatron_is_out_of_scope_and_its_mesh_is_told() -> None:
     run = described(
         "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer actor_rollout_ref.model.path=a/b"

@@ -95,7 +95,7 @@ def test_a_target_says_which_keys_it_does_not_have(
 def test_a_key_that_was_removed_is_not_taken_for_another_one() -> None:
     reading = read_settings(f"{ACCELERATE}ipex_config: {{ipex: false}}\n")
     assert said(reading, "FSD201") == [
-        "ipex_config is a key of accelerate until 1.12: 1.15.0 refuses the file"
+        "ipex_config was a key of accelerate up to 1.12: 1.15.0 refuses the file"
     ]
 
 

@@ -811,7 +811,7 @@ trainer.train()
 @pytest.mark.parametrize(
     ("arguments", "recomputes"),
     [
-        ("TrlParser(TrainingArguments).parse_args_and_config()", "none"),
+        ("TrlParser(TrainingArguments).parse_args_and_config()[0]", "none"),
         ("TrainingArguments('o', gradient_checkpointing=True)", "full"),
         ("TrainingArguments('o', gradient_checkpointing=False)", "none"),
     ],
@@ -824,6 +824,52 @@ def test_the_first_trainers_of_pairs_took_lengths_themselves(arguments: str, rec
         recomputes,
     )
     assert run.lora_targets == ("q", "v")
+
+
+GUARDED = """
+import torch
+from dataclasses import dataclass
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+@dataclass
+class Own:
+    gradient_checkpointing: bool = True
+SETTINGS
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+if own.gradient_checkpointing:
+    model.gradient_checkpointing_enable()
+"""
+LOOPED = """
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in data:
+    model(**batch).loss.backward()
+    optimizer.step()
+"""
+TRAINED = (
+    "Trainer(model, args=TrainingArguments('o', gradient_checkpointing={}), train_dataset=data).train()\n"
+)
+PARSED = "own = HfArgumentParser(Own).parse_args_into_dataclasses()[0]"
+LOADED = "own = OmegaConf.load('own.yaml')"
+
+
+@pytest.mark.parametrize(
+    ("settings", "training", "recomputes"),
+    [
+        (PARSED, TRAINED.format(False), "full"),
+        (LOADED, LOOPED, None),
+        (LOADED, TRAINED.format(False), None),
+        (LOADED, TRAINED.format(True), "full"),
+        ("own = TrainingArguments('o')", "Trainer(model, args=own, train_dataset=data).train()\n", "none"),
+    ],
+)
+def test_only_the_arguments_of_a_trainer_decide_what_a_guard_asks_them(
+    settings: str, training: str, recomputes: str | None
+) -> None:
+    run = described(GUARDED.replace("SETTINGS", settings) + training)
+    assert run.gradient_checkpointing == recomputes
+    told = [item.decides for item in run.keys.not_modelled]
+    assert told == ([] if recomputes else [("gradient_checkpointing",)])
+    assert any("own.gradient_checkpointing" in item for item in run.unresolved) == (recomputes is None)
 
 
 def test_layers_that_peft_adapts_follow_from_the_model() -> None:

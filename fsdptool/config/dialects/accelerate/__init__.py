@@ -439,7 +439,7 @@ def report_top_level(lint: LintContext, entry: Entry) -> None:
         newest = versions_with("accelerate", ("file",), key)[1]
         lint.report_removable(
             "FSD201",
-            f"{key} is a key of accelerate until {newest}: {lint.consumer.version} refuses the file",
+            f"{key} was a key of accelerate up to {newest}: {lint.consumer.version} refuses the file",
             entry,
             lint.root,
             help="remove it",

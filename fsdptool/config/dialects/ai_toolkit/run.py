@@ -6,6 +6,7 @@ Source: ai-toolkit 0.12.26 ``toolkit/config_modules.py``, ``jobs/process/BaseSDT
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,10 +28,8 @@ _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _CHOOSE = frozenset({"ignore_if_contains", "only_if_contains"})
 """Arguments of a network that leave layers without adapters (toolkit/lora_special.py)."""
-_EDITS = frozenset(
-    {"qwen_image_edit", "qwen_image_edit_plus", "flux_kontext", "omnigen2", "hidream_e1", "flux2"}
-)
-"""Architectures that append the patches of control images to those of the image that trains."""
+_EDITS = re.compile(r"(?:qwen_image_edit(?:_plus)?|flux_kontext|omnigen2|hidream_e1|flux2.*)(?::.*)?")
+"""Architectures that append the patches of control images to those of the image; a variant follows ``:``."""
 _TARGETS = "linear layers of the transformer blocks"
 
 
@@ -126,8 +125,8 @@ def _datasets(read: RunReader) -> tuple[list[int], int]:
     for item in listed if isinstance(listed, list) else []:
         if not isinstance(item, Mapping):
             continue
-        if any(item.get(key) for key in item if str(key).startswith("control_path")) and arch in _EDITS:
-            controlled = True
+        if any(item.get(key) for key in item if str(key).startswith("control_path")):
+            controlled = _EDITS.fullmatch(arch) is not None
         sizes = item.get("resolution", 512)
         for size in sizes if isinstance(sizes, list) else [sizes]:
             if isinstance(size, int | float) and 0 < size < _LARGEST:

@@ -18,7 +18,7 @@ from fsdptool.records.described_run import DescribedMesh, DescribedRun, Masters
 from fsdptool.source.known_models import family_of_name, layer_classes_of
 
 _MOE = ("embedding", "each block", "routed experts (own unit, only if ranks > ep)", "lm_head", "root")
-_HEADS = re.compile(r"lm_head|embed_out|output|router|\bgate$")
+_HEADS = re.compile(r"(?:^|[.*])(?:lm_head|embed_out|output|router|gate)\*?$")
 """Modules that ``all-linear`` leaves out as well, or that are not Linear layers."""
 _DENSE = ("every layer of every ModuleList", "root")
 

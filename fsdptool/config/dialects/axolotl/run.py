@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
+from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 _ATTENTION = {
@@ -157,7 +158,10 @@ def _method(read: RunReader, adapter: str, dtype: str) -> tuple[str, str | None,
         read.notes.append(
             "0.19.0 does not read peft.weight_dtype; later versions quantise the base by torchao"
         )
-        read.unmodelled("peft.weight_dtype", "less")
+        if read.file.version is not None and is_before(read.file.version, 0, 20):
+            read.inert("peft.weight_dtype")
+        else:
+            read.unmodelled("peft.weight_dtype", "less")
     if adapter == "qlora":
         if not four:
             read.problems.append("adapter: qlora needs load_in_4bit: true (utils/schemas/peft.py:220)")

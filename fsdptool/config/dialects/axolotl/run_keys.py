@@ -39,7 +39,7 @@ _TIME = """
 _NUMBERS = """
     curriculum_sampling embeddings_skip_upcast grokfast_alpha grokfast_lamb group_by_length
     loftq_config lora_alpha_pattern loraplus_lr_embedding loraplus_lr_ratio neftune_noise_alpha
-    noisy_embedding_alpha peft peft_init_lora_weights peft_use_rslora reinit_weights rope_scaling
+    noisy_embedding_alpha peft peft.* peft_init_lora_weights peft_use_rslora reinit_weights rope_scaling
     scaling_softmax scaling_softmax_bias scaling_softmax_factor use_eaft use_pose
 """
 _NO_EFFECT = """

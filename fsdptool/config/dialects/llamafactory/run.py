@@ -40,7 +40,7 @@ def describe(file: RunFile) -> DescribedRun:
         "freeze_vision_tower",
         "freeze_multi_modal_projector",
     )
-    if pure or (read.raw("fp8") is True and facts["compute_dtype"] == "fp32"):
+    if pure or (read.flag("fp8") and facts["compute_dtype"] == "fp32"):
         # train/fp8_utils.py:134 and :225: accelerate's fp8, which computes the rest under bf16 autocast.
         facts["compute_dtype"] = "bf16"
     facts["gradient_checkpointing"] = "none" if read.flag("disable_gradient_checkpointing") else "full"

@@ -37,7 +37,11 @@ _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _TRAINED = frozenset({"image", "video", "audio", ""})
 _EDITS = re.compile(r"kontext|qwen-image-edit|hidream-e1", re.IGNORECASE)
-"""Models that append the patches of a conditioning image to those of the image that trains."""
+"""Models that append the patches of a conditioning image to those of the image that trains.
+
+They train on nothing else (``requires_conditioning_dataset``). Kandinsky 5's ``i2i`` is not among them: its
+image is further channels of the same patches (``helpers/models/kandinsky5_image/model.py``).
+"""
 
 
 def describe(file: RunFile) -> DescribedRun:
