@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Preference(CausalLM):
     """What preference losses share. Batch: ``input_ids`` and ``labels`` [B, 2, S], chosen then rejected.
 
-    Labels are aligned with the inputs; those of the prompt are -100. The 2 B sequences run in one forward.
-    Losses are summed over pairs.
+    Labels are aligned with the inputs; those of the prompt are -100. A sample has ``sequences`` answers: two,
+    or one, whose batch is [B, S]. All B * ``sequences`` of them run in one forward. Losses are summed over
+    samples.
     """
 
     unit = "pairs"
@@ -46,26 +47,26 @@ class Preference(CausalLM):
         )
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the number of pairs."""
+        """Return the number of samples."""
         import torch
 
         tokens = batch["input_ids"]
         return torch.full((), tokens.shape[0], device=tokens.device)
 
     def targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the next token of each position, [2 B, S]."""
+        """Return the next token of each position, [B * sequences, S]."""
         return super().targets(self._rows(batch))
 
     def head_targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the next token of each position of a batch whose answers are one behind the other."""
+        """Return the next token of each position of a batch [B * sequences, S]."""
         return super().targets(batch)
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the logits of both answers, [2 B, S, vocabulary]."""
+        """Return the logits of each answer, [B * sequences, S, vocabulary]."""
         return super().predict(model, self._rows(batch))
 
     def loss(self, prediction: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss summed over pairs, and the load-balancing loss as often."""
+        """Return the loss summed over samples, and the load-balancing loss as often."""
         result = self.preference(self._log_probabilities(prediction, batch), self._lengths(batch)).sum()
         if "auxiliary" in prediction:
             result = result + prediction["auxiliary"].to(result.dtype) * self.weight(batch)
@@ -73,11 +74,11 @@ class Preference(CausalLM):
 
     @abstractmethod
     def preference(self, log_probabilities: Tensor, lengths: Tensor) -> Tensor:
-        """Return the loss of each pair, [B].
+        """Return the loss of each sample, [B] (of each answer, [B, 1], where they are single).
 
         Args:
-            log_probabilities: Of each answer, summed over its tokens, [B, 2].
-            lengths: Tokens of each answer, [B, 2].
+            log_probabilities: Of each answer, summed over its tokens, [B, sequences].
+            lengths: Tokens of each answer, [B, sequences].
         """
 
     def distance(
@@ -87,7 +88,7 @@ class Preference(CausalLM):
         batch: Mapping[str, Tensor],
         temperature: float,
     ) -> Tensor:
-        """Return KL(teacher || student) averaged over the tokens of both answers, summed over pairs."""
+        """Return KL(teacher || student) per token of the answers, times the number of samples."""
         total = super().distance(student, teacher, batch, temperature)
         return total * self.weight(batch) / self._lengths(batch).sum()
 
@@ -110,7 +111,7 @@ class Preference(CausalLM):
         return torch.stack(sums).view(-1, self.sequences)
 
     def _lengths(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return tokens of each answer, at least 1, [B, 2]."""
+        """Return tokens of each answer, at least 1, [B, sequences]."""
         return (self.targets(batch) != IGNORED).sum(-1).clamp(min=1).view(-1, self.sequences)
 
     def _rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

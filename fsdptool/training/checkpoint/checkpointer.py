@@ -62,8 +62,8 @@ class RunCheckpointer:
         kind: ``sharded`` or ``full``.
         events: Told of every save and load.
         resume: Checkpoint folder, ``auto`` or None.
-        origin: What ``auto`` falls back to while this run has no checkpoint of its own (a relaunch of a
-            run that began from another run's checkpoint).
+        origin: What this run starts from, or None; ``auto`` falls back to it while the run has no checkpoint
+            of its own.
         mesh: Mesh sizes, for the manifest.
         division: Which tensors a tensor-parallel group divides.
         timeout: Seconds the collectives of saving and loading may take, and a save without progress.
@@ -309,7 +309,7 @@ def open_checkpointer(
         kind=settings.state_dict_type,
         events=events,
         resume="auto" if events.attempt > 0 else start.resume,
-        # A relaunch before the first checkpoint begins where this start did.
+        # Every attempt until the first checkpoint begins there; later ones prefer what the run saved.
         origin=start.resume if start.resume != "auto" else None,
         mesh=mesh,
         division=division,
