@@ -68,7 +68,8 @@ def read_facts(source: SourceText, versions: Versions, files: NamedFiles | None 
     Raises:
         ConfigError: The text cannot be parsed, or no program is known that reads it.
     """
-    described, written = describe_written(source, files=files)
+    found = describe_written(source, files=files)
+    described, written = found.run, found.keys
     reading = judged_or_failed(source, Conditions(files=files), fixes=False)
     if described is None and reading.dialect is None:
         first = reading.errors[0] if reading.errors else None

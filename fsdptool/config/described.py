@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ _SINGLE = frozenset(
     {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
 )
 """Flags of ``torchrun`` that take one value: what follows it is another word."""
+_ASSIGNED = re.compile(r"\w=[\"']?$")
 _NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)
 
 
@@ -82,7 +83,24 @@ def describe_run(
 
         run = describe_script(source, words, load=loader(files or default_files(source.path)))
         return _with_family(run) if run is not None else None
-    return describe_written(source, program=program, files=files, version=version)[0]
+    return describe_written(source, program=program, files=files, version=version).run
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedText:
+    """A run with the text that describes it.
+
+    Attributes:
+        run: The run, or None.
+        keys: The keys that describe it, as they are written; flags replace those of the file they name.
+        launch: What starts the program, where the text is a command line; None for a file.
+        further: How many commands behind the one that is read train as well.
+    """
+
+    run: DescribedRun | None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    launch: Launch | None = None
+    further: int = 0
 
 
 def describe_written(
@@ -91,11 +109,10 @@ def describe_written(
     program: str | None = None,
     files: NamedFiles | None = None,
     version: tuple[str, str] | None = None,
-) -> tuple[DescribedRun | None, Mapping[str, Any]]:
-    """Return the run that a text describes, and the keys that describe it as they are written.
+) -> DescribedText:
+    """Return the run that a text describes, and how the text says it.
 
-    Arguments and errors are those of :func:`describe_run`. A command line's flags replace the keys of the
-    file that it names. Without a run there are no keys.
+    Arguments and errors are those of :func:`describe_run`. Without a run of a program there are no keys.
     """
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
@@ -110,13 +127,14 @@ def describe_written(
     found = (_of_command if flags else _of_file)(source, files, program)
     if found is None:
         own = _of_own_script(source.text, files) if flags and program is None else None
-        return (_with_family(own) if own is not None else None), {}
+        return DescribedText(_with_family(own) if own is not None else None)
     reader, file = found
     if version is not None and reader.name == version[0]:
         file = replace(file, version=version[1])
     run = reader.describe(file)
+    launch = file.launch if flags else None
     if run is None:
-        return None, file.data
+        return DescribedText(None, file.data, launch)
     if run.nodes is None and run.processes == file.launch.processes:
         run = replace(run, nodes=file.launch.nodes)
     if file.unread is not None:
@@ -126,13 +144,22 @@ def describe_written(
         unread = DescribedRun(
             run.program, run.program_version, processes=known, problems=said, unresolved=said
         )
-        return unread, file.data
+        return DescribedText(unread, file.data, launch)
     if form is None:
         run = _with_hidden(run, file.hidden)
     run = replace(run, keys=replace(run.keys, not_modelled=tuple(_with_facts(run, reader, file))))
     if run.fsdp == "none" and may_shard(file.launch.unread):
         run = replace(run, fsdp=None, cpu_offload=None)
-    return _with_family(run), file.data
+    further = max(sum(map(_may_train, find_commands(source.text))) - 1, 0) if flags else 0
+    return DescribedText(_with_family(run), file.data, launch, further)
+
+
+def _may_train(command: Command) -> bool:
+    if not (command.flags or command.arguments or command.words):
+        return False
+    script = str(command.script.value) if command.script is not None else command.verb
+    name = re.sub(r"\.py$", "", script).replace("/", ".").replace("-", "_").rpartition(".")[2].lower()
+    return _TRAINS.search(name) is not None or _OTHER_WORK.search(name) is None
 
 
 def _with_family(run: DescribedRun) -> DescribedRun:
@@ -246,6 +273,8 @@ def _of_command(
     environment = {str(e.key): str(e.node.value) for e in (assigned.entries if assigned is not None else ())}
     for command in find_commands(text) or (parse_command(text),):
         launch, words = _launch(text, command, files, environment)
+        if not words and _ASSIGNED.search(text, max(command.start - 80, 0), command.start):
+            continue  # the beginning of a command, which a variable holds
         script = launch.script.rpartition(".")[2].lower()
         if _OTHER_WORK.search(script) and not _TRAINS.search(script):
             continue
@@ -276,7 +305,7 @@ def _of_command(
         for key, value in (*data.items(), *overrides):
             if (key, value) not in groups:
                 _put(base, key.split("."), value)
-        if launch.fsdp is None and launch.program == "accelerate":
+        if launch.fsdp is None and launch.program == "accelerate" and not launch.deepspeed:
             launch = _merged(launch, _launched_beside(source.path, files))
         return reader, RunFile(
             base,
@@ -505,6 +534,8 @@ def _launch(
     if launch.processes in (None, 1) and per_node is not None:
         nodes = integer(environment.get("NNODES")) or 1
         launch = replace(launch, processes=per_node * nodes, nodes=nodes)
+    if command.program in ("accelerate", "torchrun", "deepspeed"):
+        launch = replace(launch, flags=flags)
     return launch, [str(word.value) for word in own]
 
 
@@ -544,12 +575,13 @@ def _shipped(name: str) -> dict[str, Any] | None:
 
 def _merged(launch: Launch, other: Launch) -> Launch:
     """Return a launch with what its accelerate file adds to it."""
-    names = ("fsdp", "wrap_classes", "reshard", "cpu_offload", "checkpointing", "deepspeed")
+    names = ("fsdp", "wrap_classes", "reshard", "cpu_offload", "checkpointing")
     return replace(
         launch,
         processes=launch.processes or other.processes,
         nodes=launch.nodes or other.nodes,
         mixed_precision=launch.mixed_precision or other.mixed_precision,
+        deepspeed=launch.deepspeed or other.deepspeed,
         **{name: getattr(other, name) for name in names},
     )
 

@@ -22,6 +22,7 @@ from fsdptool.config.result import Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
+from fsdptool.formatting import printable
 from fsdptool.records.config_documents import Loss
 from fsdptool.records.diagnostic import Diagnostic, envelope
 from fsdptool.records.sharding import FsdpSettings
@@ -29,6 +30,7 @@ from fsdptool.scripts import SCRIPTS
 
 if TYPE_CHECKING:
     from fsdptool.config.command_lines import NamedFiles
+    from fsdptool.config.dialects.run_reader import Launch
 
 
 _PASSES = 8
@@ -320,7 +322,6 @@ def _translated(
 ) -> Migrated | None:
     """Return a whole run in the file of a program; None: only settings of FSDP are to be written."""
     from fsdptool.config.described import describe_written
-    from fsdptool.config.dialects import sniff_dialect
     from fsdptool.config.translation import translate
 
     assert to is not None
@@ -329,26 +330,40 @@ def _translated(
     try:
         source = source if source is not None else read_source(path)
         before = source.text
-        run, keys = describe_written(source, program=dialect, files=files)
+        found = describe_written(source, program=dialect, files=files)
     except (UnreadableError, ConfigError) as error:
         advice = error.help if isinstance(error, ConfigError) else None
         return Migrated(path, None, before, None, error.message, advice) if alone else None
+    run, launch = found.run, found.launch
     if run is None or run.model is None:
         why = "the file describes no run of a program that is known here, with a model"
         return Migrated(path, None, before, None, why) if alone else None
-    form = sniff_dialect(before)
-    flags = form is not None and form.name == "flags" and run.program == to == "trl"
+    flags = launch is not None and run.program == to == "trl"
     if run.program == to and not flags:
         return Migrated(path, to, before, before, notes=("it is for that program",)) if alone else None
     # A command line is not replaced by the file that says the same.
     name = "flags" if flags else run.program
-    told = Migrated(path, name, before, None, notes=run.problems, original=source.encode())
+    notes = run.problems
+    if found.further:
+        notes = (*notes, f"the text starts {found.further + 1} trainings: the first that is read is written")
+    told = Migrated(path, name, before, None, notes=notes, original=source.encode())
+    if flags and launch is not None and (launch.deepspeed or launch.unread is not None):
+        return _of_another_launch(told, launch)
     header = (f"Written by fsdptool migrate from a {'command line' if flags else 'file'} for {run.program}.",)
     try:
-        made = translate(run, to, header=header, given=keys if flags else None)
+        made = translate(run, to, header=header, given=found.keys if flags else None, launch=launch)
     except ConfigError as error:
         return replace(told, refusal=error.message, help=error.help)
     return replace(told, after=made.text, encoded=made.text.encode(), losses=made.losses, beside=made.beside)
+
+
+def _of_another_launch(told: Migrated, launch: Launch) -> Migrated:
+    """Refuse a command line whose launch says what no file of the program would."""
+    if launch.deepspeed:
+        why = "the launch starts DeepSpeed, which the file of the program would not"
+        return replace(told, refusal=why, help="launch it with accelerate launch --use_fsdp --fsdp_version 2")
+    why = f"accelerate's file {printable(launch.unread or '')} is not read: what it sets is not known"
+    return replace(told, refusal=why, help="run the command where the file is found", notes=())
 
 
 def migrated_or_refused(path: Path, **arguments: Any) -> Migrated:

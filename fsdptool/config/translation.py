@@ -14,8 +14,9 @@ from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_run
 from fsdptool.config.dialects import run_writers
 from fsdptool.config.dialects.protocol import RunFormat
-from fsdptool.config.dialects.run_reader import number_of
+from fsdptool.config.dialects.run_reader import Launch
 from fsdptool.config.dialects.run_writer import PLACEHOLDER, RunWriter, optimizer_word
+from fsdptool.config.dialects.trl.flags import keep
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
@@ -58,7 +59,12 @@ class Translation:
 
 
 def translate(
-    run: DescribedRun, to: str, *, header: tuple[str, ...] = (), given: Mapping[str, Any] | None = None
+    run: DescribedRun,
+    to: str,
+    *,
+    header: tuple[str, ...] = (),
+    given: Mapping[str, Any] | None = None,
+    launch: Launch | None = None,
 ) -> Translation:
     """Return a run as the file of a program, and what has no counterpart there.
 
@@ -66,8 +72,9 @@ def translate(
         run: The run, as its own program's file describes it.
         to: Name of the program.
         header: Comment lines (without ``#``) to put first.
-        given: The flags of a command line of that same program, which are written as they are: the writer
+        given: The flags of a command line of TRL, to be written as they are in a file of TRL: the writer
             adds what the file would otherwise leave open.
+        launch: What starts that command line.
 
     Raises:
         ConfigError: The program's files are not written, or it has no counterpart of such runs.
@@ -75,39 +82,15 @@ def translate(
     form = writer_of(to)
     writer = RunWriter(run, to)
     form.write_run(writer)
-    if given is not None:
-        _keep(writer, given)
+    kept = keep(writer, given, launch or Launch()) if given is not None else ()
     text = writer.rendered(tuple(map(printable, header)))
     back = _read_back(text, form, writer)
     keys = _keys(run) if given is None else ()
-    losses = (*_facts(run, back, writer), *_learning(run, back, writer), *keys)
+    told = {loss.name for loss in kept}
+    found = (*_facts(run, back, writer), *_learning(run, back, writer), *keys)
+    losses = (*kept, *(loss for loss in found if loss.name not in told))
     return Translation(to, text, losses, writer.beside, back)
 
-
-def _keep(writer: RunWriter, given: Mapping[str, Any]) -> None:
-    """Put the flags of a command line first, as they are, and what the writer adds to them behind."""
-    # A key of an older version gives way to the one that replaced it.
-    flags = {key: _typed(value) for key, value in given.items() if _REPLACED.get(key) not in writer.data}
-    added = {key: value for key, value in writer.data.items() if key not in flags}
-    writer.data = {**flags, **added}
-    for key in flags:
-        writer.asked.pop(key, None)
-
-
-def _typed(value: Any) -> Any:
-    """Return a word of a command line as a file holds it: a number or a truth, where it is one."""
-    if isinstance(value, list):
-        return [_typed(item) for item in value]
-    return number_of(value) if isinstance(value, str) else value
-
-
-_REPLACED = {
-    "warmup_ratio": "warmup_steps",
-    "torch_dtype": "dtype",
-    "max_seq_length": "max_length",
-    "evaluation_strategy": "eval_strategy",
-}
-"""Keys that transformers 5.23 and TRL 1.16 take no longer, and those that the writer sets in their place."""
 
 _PLANNED = (
     *("sequence_length", "micro_batch", "accumulation", "global_batch", "gradient_checkpointing"),

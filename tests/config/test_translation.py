@@ -445,6 +445,136 @@ def test_a_command_line_is_written_as_the_file_that_says_the_same(
     assert {key: written[key] for key in stated} == stated
 
 
+def migrated(text: str, folder: Path) -> Any:
+    """Return what a command line becomes as a file of TRL."""
+    path = folder / "run.sh"
+    path.write_text(text, encoding="utf-8")
+    (made,) = fsdptool.migrate(path, to="trl")
+    return made
+
+
+BASE = "--model_name_or_path org/m --dataset_name org/d"
+
+
+@pytest.mark.parametrize(
+    ("launch", "why"),
+    [
+        ("--config_file ds.yaml", "the launch starts DeepSpeed"),
+        ("--use_deepspeed --zero_stage 3 --mixed_precision fp16", "the launch starts DeepSpeed"),
+        ("--config_file away.yaml", "accelerate's file away.yaml is not read"),
+    ],
+)
+def test_a_launch_that_no_file_says_is_refused(
+    launch: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 8\n", encoding="utf-8")
+    path = tmp_path / "run.sh"
+    path.write_text(f"accelerate launch {launch} sft.py {BASE}\n", encoding="utf-8")
+    assert run(["migrate", "--to", "trl", str(path)]) == 1
+    text, told = capsys.readouterr()
+    assert (text, why in told) == ("", True)
+
+
+def test_flags_of_a_launch_that_are_not_written_are_told(tmp_path: Path) -> None:
+    made = migrated(
+        "accelerate launch --use_fsdp --fsdp_version 2 --fsdp_offload_params true --num_processes 16"
+        " --fsdp_state_dict_type FULL_STATE_DICT --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+        " --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --mixed_precision fp16"
+        f" sft.py {BASE} --max_length 64\n",
+        tmp_path,
+    )
+    assert {loss.name: (loss.value, loss.becomes) for loss in made.losses} == {
+        "fsdp_state_dict_type": ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        "machine_rank": ("1", None),
+        "main_process_ip": ("10.0.0.1", None),
+        "mixed_precision": ("fp16", "bf16"),
+    }
+    written = yaml.safe_load(made.after)
+    assert (written["num_processes"], written["num_machines"]) == (16, 2)
+    made = migrated(f"torchrun --nproc_per_node 2 --rdzv_endpoint h:1 sft.py {BASE} --max_length 8", tmp_path)
+    assert [loss.name for loss in made.losses] == ["rdzv_endpoint"]
+
+
+def test_texts_stay_texts(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("hub_token: '123'\nmax_length: '64'\n", encoding="utf-8")
+    line = f"trl sft --config base.yaml {BASE} --model_revision 5e1234 --dataset_config 001 --seed 7"
+    made = migrated(f"{line} --run_name 20260101 --hub_model_id 1234 --packing false", tmp_path)
+    assert made.losses == ()
+    wanted = {
+        "hub_token": "123", "max_length": 64, "model_revision": "5e1234", "dataset_config": "001", "seed": 7,
+        "run_name": "20260101", "hub_model_id": "1234", "packing": False,
+    }  # fmt: skip
+    written = yaml.safe_load(made.after)
+    assert {key: written[key] for key in wanted} == wanted
+
+
+def test_keys_that_trl_refuses_and_variables_are_left_out_and_told(tmp_path: Path) -> None:
+    made = migrated(
+        f"trl kto {BASE} --no_packing --max_prompt_length 9 --my_own_flag 1 --evaluation_strategy steps"
+        " --per_device_train_batch_size $BS --desirable_weight 1.5\n",
+        tmp_path,
+    )
+    written = yaml.safe_load(made.after)
+    left = {"packing", "max_prompt_length", "my_own_flag", "evaluation_strategy"}
+    assert (left & set(written), written["eval_strategy"], "$" in made.after) == (set(), "steps", False)
+    losses = {loss.name: loss.why for loss in made.losses}
+    refused = {name for name, why in losses.items() if "refuses it in a file for kto" in why}
+    assert refused == left - {"evaluation_strategy"}
+    assert "variable" in losses["per_device_train_batch_size"]
+
+
+def test_a_command_in_a_variable_is_read_and_a_second_one_is_noted(tmp_path: Path) -> None:
+    first = f'LAUNCH="trl sft"\n$LAUNCH {BASE} --max_length 64\n'
+    made = migrated(first, tmp_path)
+    assert (made.dialect, made.refusal, made.notes) == ("flags", None, ())
+    two = migrated(f"python prepare_data.py\n{first}trl dpo {BASE}\npython evaluate.py\n", tmp_path)
+    assert two.notes == ("the text starts 2 trainings: the first that is read is written",)
+    assert two.after == made.after
+
+
+@pytest.mark.slow
+def test_trl_itself_reads_what_command_lines_become(tmp_path: Path) -> None:
+    """The keys, their types and their lists, by the parsers of TRL's own scripts."""
+    from importlib import import_module
+
+    from fsdptool.config.dialects.trl.flags import is_number, takes, typed
+
+    parsers = {
+        name: import_module(f"trl.scripts.{name}").make_parser()
+        for name in ("sft", "dpo", "kto", "grpo", "reward")
+    }
+    for objective, parser in parsers.items():
+        actions = [action for action in parser._actions if action.dest != "help"]
+        assert [action.dest for action in actions if not takes(objective, action.dest)] == []
+        of_numbers = {
+            action.dest
+            for action in actions
+            if action.nargs in (None, "?", 0)
+            and getattr(action.type, "__name__", None) in (None, "int", "float", "string_to_bool")
+        }
+        of_texts = {action.dest for action in actions} - of_numbers
+        assert {key for key in of_numbers if not is_number(objective, key)} == set()
+        assert {key for key in of_texts if is_number(objective, key)} == set()
+        of_lists = {action.dest for action in actions if action.nargs == "+"} - {"debug", "datasets"}
+        assert of_lists == {
+            action.dest for action in actions if isinstance(typed(objective, action.dest, "1"), list)
+        }
+    line = f"trl grpo {BASE} --reward_funcs think_format_reward --reward_weights 0.5 --use_peft"
+    made = migrated(f"{line} --lora_target_modules q_proj --run_name 007 --learning_rate 1e-5", tmp_path)
+    (tmp_path / "run.yaml").write_text(made.after, encoding="utf-8")
+    script, config, model, _, left = parsers["grpo"].parse_args_and_config(
+        ["--config", str(tmp_path / "run.yaml"), "--use_cpu=true"], return_remaining_strings=True
+    )
+    assert script.reward_funcs == ["think_format_reward"]
+    assert (config.reward_weights, config.run_name, config.learning_rate) == ([0.5], "007", 1e-5)
+    # TRL makes one word of a list of one, as it does for the command line.
+    (of_line, *_) = parsers["grpo"].parse_args_and_config(
+        [*line.split()[2:], "--use_cpu=true"], return_remaining_strings=True
+    )
+    assert of_line.reward_funcs == script.reward_funcs
+    assert (model.lora_target_modules, left) == ("q_proj", [])
+
+
 def test_a_run_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "grpo.yaml"
     path.write_text("model_name_or_path: a/b\ndataset_name: c/d\nnum_generations: 4\n", encoding="utf-8")

@@ -130,6 +130,7 @@ class Launch:
         mesh: Sizes of the mesh that the launcher's file sets; None without.
         unread: Name of the launcher's file, where it was not read: it may switch FSDP on.
         problems: Files that the command names and that were not read; one line each.
+        flags: Flags of the launcher, as argparse names them; empty where it is the program itself.
     """
 
     program: str = ""
@@ -147,6 +148,7 @@ class Launch:
     mesh: DescribedMesh | None = None
     unread: str | None = None
     problems: tuple[str, ...] = ()
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
