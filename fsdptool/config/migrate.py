@@ -337,6 +337,16 @@ def _translated(
     run, launch = found.run, found.launch
     if run is None or run.model is None:
         why = "the file describes no run of a program that is known here, with a model"
+        if run is not None and launch is not None and launch.fsdp is None and run.program == to:
+            why = "; ".join(run.unresolved) or "the command line names no model"
+            return Migrated(
+                path,
+                "flags",
+                before,
+                None,
+                why,
+                "write the name of the model, or run the command where its file is",
+            )
         return Migrated(path, None, before, None, why) if alone else None
     flags = launch is not None and run.program == to == "trl"
     if run.program == to and not flags:

@@ -523,6 +523,13 @@ def test_keys_that_trl_refuses_and_variables_are_left_out_and_told(tmp_path: Pat
     assert "variable" in losses["per_device_train_batch_size"]
 
 
+@pytest.mark.parametrize("line", ["--model_name_or_path $MODEL --dataset_name org/d", "--config away.yaml"])
+def test_a_command_line_whose_model_is_not_known_is_refused_for_that(line: str, tmp_path: Path) -> None:
+    made = migrated(f"trl sft {line}", tmp_path)
+    assert made.after is None
+    assert ("$MODEL" if "$MODEL" in line else "away.yaml is not read here") in made.refusal
+
+
 def test_a_command_in_a_variable_is_read_and_a_second_one_is_noted(tmp_path: Path) -> None:
     first = f'LAUNCH="trl sft"\n$LAUNCH {BASE} --max_length 64\n'
     made = migrated(first, tmp_path)
