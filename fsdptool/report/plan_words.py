@@ -321,15 +321,10 @@ def compilation(candidate: Candidate) -> str:
     return decision.text
 
 
-_USUAL_HEADS = frozenset(
-    {
-        FusedLossReason.CPU,
-        FusedLossReason.OTHER_PROGRAM,
-        FusedLossReason.OBJECTIVE,
-        FusedLossReason.NOTHING_SAVED,
-        FusedLossReason.UNTESTED,
-    }
-)
+_USUAL_HEADS = frozenset({
+    FusedLossReason.CPU, FusedLossReason.OTHER_PROGRAM, FusedLossReason.OBJECTIVE,
+    FusedLossReason.NOTHING_SAVED, FusedLossReason.UNTESTED,
+})  # fmt: skip
 
 
 def fused_loss(candidate: Candidate) -> str:

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from fsdptool.config import read_settings
+from fsdptool.config.described import describe_command
 from fsdptool.config.migrate import repair
 from fsdptool.config.result import Reading
 
@@ -80,3 +81,14 @@ if importlib.util.find_spec("trl") is not None:
         fields = SFTConfig.__dataclass_fields__
         assert fields["gradient_checkpointing"].default is True and fields["bf16"].default is None
         assert SFTConfig(output_dir="o", use_cpu=True).bf16 is True
+
+
+@pytest.mark.parametrize(
+    ("script", "objective"),
+    [("ppo", "ppo"), ("ppo_tldr", "ppo"), ("prm", "prm"), ("bco", "bco"), ("xpo", "xpo"), ("sft_vlm", "sft")],
+)
+def test_the_script_names_the_trainer(script: str, objective: str) -> None:
+    line = f"python examples/scripts/{script}.py --model_name_or_path gpt2 --dataset_name d --output_dir o"
+    _, run = describe_command(line.split())
+    assert run is not None
+    assert (run.program, run.objective) == ("trl", objective)

@@ -41,6 +41,7 @@ _OWN = frozenset([
 ])  # fmt: skip
 _TRAINERS = frozenset([
     "sft", "dpo", "grpo", "kto", "rloo", "orpo", "cpo", "gkd", "reward_modeling", "online_dpo", "nash_md",
+    "ppo", "ppo_tldr", "prm", "bco", "xpo",
 ])  # fmt: skip
 """Scripts that TRL ships (trl/scripts, examples/scripts)."""
 _OTHERS = frozenset({"stage", "finetuning_type", "base_model", "accelerate_launch_args"})

@@ -48,6 +48,9 @@ _OBJECTIVES = (
     "nash_md",
     "online_dpo",
     "ppo",
+    "prm",
+    "bco",
+    "xpo",
 )
 _PAIRS = ("kto", "orpo", "cpo", "simpo", "bco", "online_dpo", "nash_md", "xpo")
 """Trainers of preferences whose files hold the keys of DPO: only comments and names tell them."""
