@@ -9,8 +9,9 @@ axolotl needs ``pip install --no-deps axolotl==0.19.0 addict``, LLaMA-Factory
 ``pip install --no-deps torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime blobfile
 sentencepiece tiktoken kagglehub``. torchtune's builders make the model of each file on the meta device: its
 parameters and the layers that have adapters are compared, too (models with pictures need torchvision).
-ms-swift needs an environment of its own: ``pip install ms-swift==4.6.0 torch==2.13.0``. The results name no
-file: they count facts that differ, by program and key.
+ms-swift needs an environment of its own: ``pip install ms-swift==4.6.0 torch==2.13.0``. NeMo AutoModel needs
+what ``written_files.py`` names; its loader imports what a file names, and refuses files of other versions.
+The results name no file: they count facts that differ, by program and key.
 """
 
 from __future__ import annotations
@@ -235,9 +236,45 @@ _QWEN = {
 }  # fmt: skip
 
 
+def automodel(data: dict[str, Any]) -> dict[str, Any]:
+    """Return facts from AutoModel's loader, which imports what ``_target_`` names, and its mesh parser."""
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made) / "run.yaml"
+        path.write_text(yaml.safe_dump(data), encoding="utf-8")
+        loaded = importlib.import_module("nemo_automodel.components.config.loader").load_yaml_config(
+            str(path)
+        )
+    dtypes = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "auto": "bf16"}
+
+    def told(section: str, key: str) -> Any:
+        node = loaded.get(section, None)
+        return node.get(key, None) if node is not None else None
+
+    facts = {
+        "model": told("model", "pretrained_model_name_or_path"),
+        "micro_batch": told("step_scheduler", "local_batch_size"),
+        "global_batch": told("step_scheduler", "global_batch_size"),
+        "steps": told("step_scheduler", "max_steps"),
+        "stored_dtype": dtypes.get(str(told("model", "torch_dtype")).removeprefix("torch.")),
+        "lora_rank": told("peft", "dim"),
+        "learning": {
+            "learning_rate": told("optimizer", "lr"),
+            "weight_decay": told("optimizer", "weight_decay"),
+        },
+    }
+    target = told("optimizer", "_target_")
+    if target is not None:
+        facts["optimizer"] = target.__name__.lower()
+    if (distributed := loaded.get("distributed", None)) is not None:
+        parse = importlib.import_module("nemo_automodel.recipes._dist_utils").parse_distributed_section
+        mesh = parse(distributed.to_dict())
+        facts["mesh"] = {name: mesh[f"{name}_size"] or 1 for name in ("cp", "tp", "ep", "pp")}
+    return facts
+
+
 LOADERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "axolotl": axolotl, "llamafactory": llamafactory, "trl": trl, "trainer": trainer,
-    "torchtune": torchtune, "ms-swift": ms_swift,
+    "torchtune": torchtune, "ms-swift": ms_swift, "automodel": automodel,
 }  # fmt: skip
 
 
@@ -369,6 +406,10 @@ def differences(program: str, path: Path, ours: dict[str, Any]) -> Iterator[tupl
             for size, count in value.items():
                 if ours["mesh"][size] != count:
                     yield f"mesh.{size}", count, ours["mesh"][size]
+        elif name == "learning":
+            for key, item in value.items():
+                if item is not None and ours["learning"].get(key) != item:
+                    yield f"learning.{key}", item, ours["learning"].get(key)
         elif name in ours and value is not None and value != ours[name]:
             yield name, value, ours[name]
     yield "", None, None

@@ -79,26 +79,9 @@ def torchtitan(path: Path) -> dict[str, Any]:
 
 
 def automodel(path: Path) -> dict[str, Any]:
-    """Return facts from AutoModel's loader, which imports what ``_target_`` names, and its mesh parser."""
-    loaded = import_module("nemo_automodel.components.config.loader").load_yaml_config(str(path))
-    mesh = import_module("nemo_automodel.recipes._dist_utils").parse_distributed_section(
-        loaded.distributed.to_dict()
-    )
-    steps = loaded.step_scheduler
-    return {
-        "model": loaded.model.pretrained_model_name_or_path,
-        "micro_batch": steps.get("local_batch_size", 1),
-        "global_batch": steps.get("global_batch_size", 32),
-        "steps": steps.get("max_steps", None),
-        "stored_dtype": _DTYPES[str(loaded.model.torch_dtype).removeprefix("torch.")],
-        "lora_rank": loaded.peft.get("dim", None) if loaded.get("peft", None) is not None else None,
-        "optimizer": loaded.optimizer.get("_target_").__name__.lower(),
-        "learning": {
-            "learning_rate": loaded.optimizer.get("lr", None),
-            "weight_decay": loaded.optimizer.get("weight_decay", None),
-        },
-        "mesh": {name: mesh[f"{name}_size"] or 1 for name in ("cp", "tp", "ep", "pp")},
-    }
+    """Return facts from AutoModel's loader."""
+    facts: dict[str, Any] = program_loaders.automodel(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return facts
 
 
 def verl(path: Path) -> dict[str, Any]:
