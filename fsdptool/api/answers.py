@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdptool.inspection.document import View
     from fsdptool.records.detection import Detection
     from fsdptool.records.diagnostic import Answer
-    from fsdptool.records.recipe import Layout
+    from fsdptool.records.sharding import Layout
 
 
 @dataclass(frozen=True, slots=True, repr=False)

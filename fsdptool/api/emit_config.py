@@ -16,8 +16,8 @@ from fsdptool.options import takes, with_defaults
 from fsdptool.records.config_documents import EmittedConfig, Preset
 from fsdptool.records.diagnostic import digest, envelope
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import Batch, Layout, ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.recipe import Batch, ModelChoice, Recipe, Sharding
+from fsdptool.records.sharding import FsdpSettings, Layout
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 
 from fsdptool.api.prove import FILE, Proof, prove
 from fsdptool.records.plan import Plan
-from fsdptool.records.recipe import Layout
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, Layout
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,8 +14,8 @@ from fsdptool.formatting import amount
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import Plan
 from fsdptool.records.proof import Difference, DifferenceKind, ShardingProof
-from fsdptool.records.recipe import Layout, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, UnitPlan
+from fsdptool.records.recipe import Recipe, Sharding
+from fsdptool.records.sharding import FsdpSettings, Layout, UnitPlan
 from fsdptool.spelling import suggest_keywords
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ def all_rules(beginning: str | None = None) -> dict[str, Rule]:
 
         found += [*rules.RULES, *rules.failure_rules()]
     if beginning in ("FSD", None):
-        from fsdptool.config.rules import RULES
+        from fsdptool.config.rules import all_rules
 
-        found = [*RULES.values(), *found]
+        found = [*all_rules().values(), *found]
     return {rule.code: rule for rule in found}
 
 

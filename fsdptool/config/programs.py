@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from fsdptool.records.fused_loss import LossTiles
     from fsdptool.records.plan import NotPlanned
-    from fsdptool.records.recipe import GradientAccumulation, Layout
+    from fsdptool.records.recipe import GradientAccumulation
+    from fsdptool.records.sharding import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from fsdptool.layout.accelerate import accelerate_units
 from fsdptool.layout.native import native_units
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.checkpointing import BlockPolicy, Checkpointing
-from fsdptool.records.recipe import Layout, Sharding
+from fsdptool.records.recipe import Sharding
 from fsdptool.records.resolved_run import ResolvedSharding
-from fsdptool.records.sharding import FsdpSettings, Grouping, Unit, UnitPlan
+from fsdptool.records.sharding import FsdpSettings, Grouping, Layout, Unit, UnitPlan
 
 _COMPUTE = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 """accelerate 1.15 computes fp8 runs in bfloat16 outside the fp8 layers

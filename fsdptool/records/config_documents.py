@@ -19,8 +19,7 @@ from fsdptool.records.diagnostic import (
     Severity,
 )
 from fsdptool.records.plan import PlanLimit
-from fsdptool.records.recipe import Layout
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, Layout
 
 FileStatus = Literal["ok", "fixable", "error"]
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from fsdptool.records.anatomy import NoSplitEntry, Reference, WrapCandidate, WrapConcern, WrapOrigin
 from fsdptool.records.annotations import Count, Keywords, Positive, Share
-from fsdptool.records.recipe import Layout, Lora
-from fsdptool.records.sharding import UnitKind
+from fsdptool.records.recipe import Lora
+from fsdptool.records.sharding import Layout, UnitKind
 from fsdptool.records.tensor_plan import Indivisible, PlanOrigin, SequenceSpan, SplitStyle, WholeReason
 
 

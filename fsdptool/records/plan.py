@@ -19,9 +19,9 @@ from fsdptool.records.fused_loss import FusedLoss, LossTiles, NamedLoss
 from fsdptool.records.lengths import LengthsPlan, SampleLengths
 from fsdptool.records.mesh import TRAINED
 from fsdptool.records.plan_details import PipelineSchedule, PlanDetails, PlannedModel
-from fsdptool.records.recipe import GradientAccumulation, Implementation, Layout, Recipe
+from fsdptool.records.recipe import GradientAccumulation, Implementation, Recipe
 from fsdptool.records.run import RunPhase
-from fsdptool.records.sharding import FsdpSettings, Loading, WrapPolicy
+from fsdptool.records.sharding import FsdpSettings, Layout, Loading, WrapPolicy
 from fsdptool.records.trace import Basis, Component
 
 Verdict = Literal["fits", "does_not_fit", "unknown"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdptool.records.annotations import Count, Positive
-from fsdptool.records.recipe import Layout
+from fsdptool.records.sharding import Layout
 
 
 class DifferenceKind(StrEnum):

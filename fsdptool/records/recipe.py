@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.checkpointing import Checkpointing
-from fsdptool.records.sharding import Grouping
+from fsdptool.records.sharding import Grouping, Layout
 
 AtLeastZero = Annotated[float, Keywords(minimum=0)]
 AboveZero = Annotated[float, Keywords(exclusiveMinimum=0)]
 BelowOne = Annotated[float, Keywords(minimum=0, exclusiveMaximum=1)]
 Ratio = Annotated[float, Keywords(minimum=0, maximum=1)]
 
-Layout = Literal["native", "accelerate"]
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 MethodName = Literal["full", "lora", "distillation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]

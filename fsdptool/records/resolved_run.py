@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.plan import TrainingLoop
-from fsdptool.records.recipe import Layout, Recipe
-from fsdptool.records.sharding import FsdpSettings, Grouping, Loading, WrapPolicy
+from fsdptool.records.recipe import Recipe
+from fsdptool.records.sharding import FsdpSettings, Grouping, Layout, Loading, WrapPolicy
 
 
 @dataclass(frozen=True, slots=True)

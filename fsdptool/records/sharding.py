@@ -11,6 +11,8 @@ from fsdptool.records.annotations import Count, Positive
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.tensor_plan import Placement, TensorPlan
 
+Layout = Literal["native", "accelerate"]
+"""Whose rule groups the parameters into FSDP units."""
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]

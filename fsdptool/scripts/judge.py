@@ -7,9 +7,8 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from fsdptool.files.text import SourceText, UnreadableError, read_bytes
+from fsdptool.files.text import SourceText
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.scripts.facts import Facts
 from fsdptool.scripts.interpreter import Interpreter
@@ -21,7 +20,6 @@ from fsdptool.scripts.state import TooLongError
 TABLE = {rule.code: rule for rule in RULES}
 _NOQA = re.compile(r"#\s*noqa(?P<codes>\s*:\s*[A-Z]+[0-9]+(?:[\s,]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _CODE = re.compile(r"[A-Z]+[0-9]+", re.IGNORECASE)
-_NAMES = re.compile(rb"fsdp|fully_?shard", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +35,6 @@ class Judged:
     findings: tuple[Diagnostic, ...] = ()
     suppressed: tuple[Diagnostic, ...] = ()
     refusal: tuple[str, int, int] | None = None
-
-
-def mentions_fsdp(path: Path) -> bool:
-    """Say whether a file that was found in a folder mentions FSDP; others are not parsed."""
-    try:
-        return _NAMES.search(read_bytes(path)) is not None
-    except UnreadableError:
-        return False
 
 
 def judge_script(source: SourceText, versions: Mapping[str, str]) -> Judged:

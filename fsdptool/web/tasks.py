@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from fsdptool.inspection.document import View, describe
 from fsdptool.planning.request.options import Options
-from fsdptool.records.recipe import Layout
+from fsdptool.records.sharding import Layout
 
 
 def detect(

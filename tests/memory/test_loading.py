@@ -13,8 +13,8 @@ from fsdptool.memory.simulation.off_step import rank_states
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.plan import TrainingLoop
-from fsdptool.records.recipe import Layout, Lora, Method, ModelChoice, Recipe, Sharding
-from fsdptool.records.sharding import FsdpSettings, Loading, Unit, UnitPlan
+from fsdptool.records.recipe import Lora, Method, ModelChoice, Recipe, Sharding
+from fsdptool.records.sharding import FsdpSettings, Layout, Loading, Unit, UnitPlan
 
 RECIPE = Recipe(ModelChoice("llama3:8b"))
 NO_BUFFERS = Block(BUFFERS, 0, ())

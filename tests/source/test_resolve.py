@@ -146,7 +146,11 @@ def test_two_denoisers_are_mentioned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_an_adapter_resolves_its_base(tmp_path: Path, relative: bool) -> None:
+def test_an_adapter_resolves_its_base(
+    tmp_path: Path, relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A relative base is looked for from the working directory first, as peft does.
+    monkeypatch.chdir(tmp_path)
     base = tmp_path / "base"
     write(base, "config.json", LLAMA)
     named = "../base" if relative else str(base)

@@ -1,6 +1,8 @@
-"""Every rule, by code. One table serves the findings, ``fsdptool rule`` and ``docs/rules.md``."""
+"""The rules on configuration files and scripts, for the findings, ``fsdptool rule`` and ``docs/rules.md``."""
 
 from __future__ import annotations
+
+from functools import cache
 
 from fsdptool.config.rules.examples import FSDP2, TRAINER, added, classes, sizes
 from fsdptool.config.rules.meaning import MEANING
@@ -8,7 +10,6 @@ from fsdptool.config.rules.mesh import MESH
 from fsdptool.config.rules.model import HARDWARE, MODEL
 from fsdptool.config.rules.versions import VERSIONS
 from fsdptool.records.diagnostic import Example, Rule
-from fsdptool.scripts.rules import RULES as SCRIPTS
 
 PARSE = (
     Rule("FSD101", "file cannot be read", "error",
@@ -216,5 +217,19 @@ SCHEMA = (
          example=added("  _note: ours\n")),
 )  # fmt: skip
 
-_EVERY = (*PARSE, *SCHEMA, *MEANING, *VERSIONS, *MESH, *MODEL, *HARDWARE, *SCRIPTS)
-RULES: dict[str, Rule] = {rule.code: rule for rule in sorted(_EVERY, key=lambda rule: rule.code)}
+RULES: dict[str, Rule] = {
+    rule.code: rule for rule in (*PARSE, *SCHEMA, *MEANING, *VERSIONS, *MESH, *MODEL, *HARDWARE)
+}
+"""The rules on configuration files, by code."""
+
+
+@cache
+def all_rules() -> dict[str, Rule]:
+    """Return the rules on configuration files and on scripts, by code, in the order of the codes.
+
+    Those on scripts are imported here only: they stand with their checks, which no configuration file needs.
+    """
+    from fsdptool.scripts.rules import RULES as SCRIPTS
+
+    every = sorted((*RULES.values(), *SCRIPTS), key=lambda rule: rule.code)
+    return {rule.code: rule for rule in every}

@@ -17,8 +17,7 @@ from fsdptool.files.text import SourceText
 from fsdptool.formatting import amount
 from fsdptool.records.anatomy import Anatomy
 from fsdptool.records.diagnostic import Edit, Example, Rule
-from fsdptool.records.recipe import Layout
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import FsdpSettings, Layout
 
 if TYPE_CHECKING:
     from fsdptool.records.cluster import Gpu
