@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.files.text import SourceText
-from fsdptool.scripts.judge import judge_script, mentions_fsdp
+from fsdptool.scripts import mentions_fsdp
+from fsdptool.scripts.judge import judge_script
 from fsdptool.scripts.rules import RULES
 
 RESULTS = Path(__file__).with_name("results")
