@@ -17,6 +17,7 @@ Ratio = Annotated[float, Keywords(minimum=0, maximum=1)]
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 MethodName = Literal["full", "lora", "distillation"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Implementation = Literal["auto", "fused", "foreach", "for_loop"]
 GradientAccumulation = Literal["sharded", "unsharded"]
@@ -210,7 +211,7 @@ class Muon:
 class Optimizer:
     """The optimizer. ``implementation`` auto is the fused kernel on every device."""
 
-    name: Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: AtLeastZero = 1e-4
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     epsilon: AtLeastZero = 1e-8

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from shlex import quote
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from fsdptool.errors import PlanError
 from fsdptool.files.text import is_file
@@ -41,6 +41,7 @@ from fsdptool.records.recipe import (
     ModelChoice,
     Objective,
     Optimizer,
+    OptimizerName,
     Recipe,
     Sharding,
 )
@@ -73,15 +74,13 @@ _PER_NODE = 8
 _OTHER_ENGINE = ("verl", "ms-swift")
 """Programs that divide a model over ranks without FSDP only with Megatron."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    **{name: (name, "auto") for name in get_args(OptimizerName)},
     **dict.fromkeys(("adamw", "adamw_hf", "adam", "adamw_torch", "adamw_torch_xla"), ("adamw", "foreach")),
     **dict.fromkeys(("adamw_torch_fused", "adamw_apex_fused", "fusedadam"), ("adamw", "fused")),
     **dict.fromkeys(
         ("adamw_8bit", "adamw8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "bnb-adamw8bit"),
         ("adamw8bit", "auto"),
     ),
-    "adafactor": ("adafactor", "auto"),
-    "sgd": ("sgd", "auto"),
-    "muon": ("muon", "auto"),
 }
 _ADAM = re.compile(r"(?:optimi-|bnb-|torch-|torchao-)?adamw?(?:[-_]?(?:torch|bf16|8bit|32bit|fused|xla))*")
 """Other names of Adam, with two states of the size of a parameter."""

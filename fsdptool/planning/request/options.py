@@ -15,13 +15,18 @@ from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.plan import AdapterDtype, Assumption, Preference
 from fsdptool.records.plan_details import PipelineSchedule
-from fsdptool.records.recipe import Recipe
+from fsdptool.records.recipe import MethodName, Recipe
 from fsdptool.records.sharding import FsdpSettings, Loading
 from fsdptool.spelling import unknown_option
 
 LOSSES = ("whole", "kept", "chunked", "model", *get_args(NamedLoss))
 """``whole`` keeps fp32 logits of all tokens, as transformers does; ``chunked`` those of 1,024 at a time;
 ``model`` what the model's own forward keeps, given ``labels``; the others are losses of other programs."""
+
+METHODS = tuple(
+    word for name in get_args(MethodName) for word in ((name, "qlora") if name == "lora" else (name,))
+)
+"""A recipe's training methods, and ``qlora``: ``lora`` with an nf4 base."""
 
 OPTIMAL = "optimal"
 """What ``checkpointing`` takes to have the policy found."""
@@ -103,7 +108,7 @@ class Options(TypedDict, total=False):
         "accelerate YAML, or another dialect.", "Recipe")]
     method: Annotated[str | None, Option(
         "Training method (qlora is lora with an nf4 base)", "Recipe", "recipe.method.name",
-        choices=("full", "lora", "qlora", "distillation"))]
+        choices=METHODS)]
     lora_rank: Annotated[int | None, Option("LoRA rank.", "Recipe", "recipe.method.lora.rank", minimum=1)]
     lora_targets: Annotated[Sequence[str], Option(
         "LoRA target module (repeatable).", "Recipe", "recipe.method.lora.targets", ("--lora-target",),

@@ -109,7 +109,7 @@ def _method(options: Options, method: Method) -> Method:
         return Method(
             "distillation", None, replace(method.distillation, teacher=choice or method.distillation.teacher)
         )
-    return Method("full")
+    return Method(cast("MethodName", name))
 
 
 def _objective(options: Options, objective: Objective) -> Objective:

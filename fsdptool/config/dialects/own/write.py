@@ -27,6 +27,7 @@ from fsdptool.records.recipe import (
     ModelChoice,
     Objective,
     Optimizer,
+    OptimizerName,
     Recipe,
     Schedule,
     Sharding,
@@ -35,7 +36,7 @@ from fsdptool.records.sharding import FsdpSettings
 
 _DTYPES = {**TORCH_DTYPES, "checkpoint": "bfloat16"}
 _ATTENTION = {name: name for name in get_args(Attention)}
-_OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "sgd", "muon")
+_OPTIMIZERS = get_args(OptimizerName)
 _FROM_CONFIG = ("torchtitan", "automodel", "fsdptool")
 """Programs whose pretraining starts from random weights."""
 _TRAINED = ("sft", "pretrain", "dpo", "orpo", "simpo", "classification", "diffusion")
