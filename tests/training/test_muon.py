@@ -16,7 +16,8 @@ from test_steps import Data, Log, opened, parts_of
 from variants import HYBRID
 
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.optimizer_costs import check_optimizer, is_hidden_matrix
+from fsdptool.modeling.optimizer_costs import check_optimizer
+from fsdptool.modeling.optimizer_costs.muon import is_hidden_matrix
 from fsdptool.records.mesh import ParallelDims
 from fsdptool.records.recipe import Checkpoints, Muon, Optimizer, Recipe
 from fsdptool.runs.events import EventLog

@@ -12,7 +12,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.optimizer_costs import OPTIMIZERS, TrainedTensor, optimizer_class
+from fsdptool.modeling.optimizer_costs import OPTIMIZERS, optimizer_class
+from fsdptool.modeling.optimizer_costs.tensors import TrainedTensor
 from fsdptool.records.recipe import Optimizer
 from fsdptool.training.memory_meter import _SPAN, allocator_events, highest
 from fsdptool.training.optimizers.sharded import ShardedOptimizer, build_optimizer

@@ -38,7 +38,8 @@ from fsdptool.memory.simulation.ledger import (
 )
 from fsdptool.memory.simulation.loading import in_model_order, loading_temporaries
 from fsdptool.memory.simulation.program import program
-from fsdptool.modeling.optimizer_costs import TrainedTensor, optimizer_spec
+from fsdptool.modeling.optimizer_costs import optimizer_spec
+from fsdptool.modeling.optimizer_costs.tensors import TrainedTensor
 from fsdptool.records.anatomy import Parameter
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.run import RunPhase

@@ -14,7 +14,8 @@ from fsdptool.memory.simulation.collective_bytes import WIDTH, stored_dtype
 from fsdptool.memory.simulation.groups import Rank, UnitShare
 from fsdptool.memory.simulation.off_step import trained_shards
 from fsdptool.memory.simulation.program import traced_path
-from fsdptool.modeling.optimizer_costs import TrainedTensor, optimizer_spec
+from fsdptool.modeling.optimizer_costs import optimizer_spec
+from fsdptool.modeling.optimizer_costs.tensors import TrainedTensor
 from fsdptool.planning.time.fused_kernels import KernelShares
 from fsdptool.planning.time.operator_time import (
     Float8Scaling,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import sharded_dimension
-from fsdptool.modeling.optimizer_costs import ADAFACTOR_PIECE
+from fsdptool.modeling.optimizer_costs.adafactor import ADAFACTOR_PIECE
 from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer
 
 if TYPE_CHECKING:

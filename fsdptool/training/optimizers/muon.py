@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptool.distributed.shard import sharded_dimension
 from fsdptool.errors import ConfigError
-from fsdptool.modeling.optimizer_costs import expert_chunk, is_hidden_matrix, rounds_of
+from fsdptool.modeling.optimizer_costs.muon import expert_chunk, is_hidden_matrix, rounds_of
 from fsdptool.records.recipe import Muon as MuonOptions
 from fsdptool.training.optimizers.sharded import Groups, Pairs, ShardedOptimizer, torch_kernel
 

@@ -72,7 +72,7 @@ def decays(parameter: torch.Tensor) -> bool:
 
 
 class ShardedOptimizer:
-    """An optimizer that works on each rank's own rows; a subclass for each row of ``optimizer_costs.py``.
+    """An optimizer that works on each rank's own rows; a subclass for each row of ``optimizer_costs``.
 
     AdamW and SGD change every element by itself, so a rank's rows are plain tensors to them: no
     DTensor dispatch (which costs seconds at the first step and microseconds per tensor later), and
