@@ -46,7 +46,8 @@ def work(stage: str, names: list[str], result: Path) -> None:
     from media import all_groups
 
     known = {subject.name: subject for subject in subjects(all_groups())}
-    rows = json.loads(result.read_text(encoding="utf-8"))["rows"]
+    # The first row of a new file is not written yet.
+    rows = json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else {}
     pool: Any = None
     if stage in ("step", "scratch"):
         import pool as pools

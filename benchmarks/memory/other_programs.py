@@ -21,17 +21,20 @@ do not use stays in memory, too. The rows are therefore padded, and the file hol
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import runpy
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
+
+from planned_peaks import compare, measured_peaks, parser, plan_document
 
 RESULT = Path(__file__).parents[1] / "results" / "memory_other_programs.json"
 SEQUENCE = 256
@@ -343,30 +346,13 @@ def command_of(row: Row, folder: Path) -> list[str]:
     ]
 
 
-def planned(row: Row, command: list[str], folder: Path) -> dict[str, Any]:
-    """Return the document of the plan of a command line."""
-    words = [sys.executable, "-m", "fsdptool", "plan", "--profile", "cpu-gloo", "--format", "json"]
-    model = row.keys.get("model_name_or_path", TRAINING["model_name_or_path"])
-    words += ["--gpus", str(row.processes), "--model", model, "--", *command]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1, 5):
-        raise RuntimeError(f"{command}: {done.stderr}")
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
-
-
 def measured(row: Row, command: list[str], folder: Path, python: str) -> list[int]:
     """Run a row's program and return the peak of each rank in bytes."""
     programs = {"train.py", "full_finetune_single_device"}
     programs |= {word for name in DATA for word in (name, f"trl.scripts.{name}")}
     start = next(i for i, word in enumerate(command) if word in programs)
-    arguments = command[start + 1 :]
-    launch = [python]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    # Weights that are cast while they load are otherwise made in threads, whose allocations are not seen.
-    environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    environment = {}
     if row.processes > 1:
-        launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment["ACCELERATE_USE_CPU"] = "true"
     if row.processes > 1 and row.sharded:
         environment["ACCELERATE_USE_FSDP"] = "true"
@@ -378,17 +364,17 @@ def measured(row: Row, command: list[str], folder: Path, python: str) -> list[in
         script = "import sysconfig; print(sysconfig.get_path('purelib'))"
         place = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
         module = f"{place.stdout.strip()}/recipes/{command[start]}.py"
-    done = subprocess.run(
-        [*launch, __file__, "--worker", module, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stdout[-2000:]}{done.stderr[-6000:]}")
-    return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(row.processes)]
+    arguments = [__file__, "--worker", module, *command[start + 1 :]]
+    return measured_peaks(arguments, folder, row.processes, python=python, **environment)
+
+
+def row_of(row: Row, python: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """Write, plan and run the files of a row in a folder."""
+    make_inputs(folder)
+    command = command_of(row, folder)
+    model = row.keys.get("model_name_or_path", TRAINING["model_name_or_path"])
+    plan = plan_document(["--gpus", str(row.processes), "--model", model, "--", *command], folder)
+    return {"command": " ".join(command)}, plan, measured(row, command, folder, python)
 
 
 class ShardsOnCpu:
@@ -453,45 +439,18 @@ def worker(module: str, arguments: list[str]) -> None:
 
 def main() -> int:
     """Measure and plan every row; returns 1 if one is more than 2 % apart."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="text that the row's name must contain")
-    parser.add_argument("--torchtune", metavar="PYTHON", help="interpreter of an environment with torchtune")
-    parser.add_argument("-o", "--output", type=Path, default=RESULT)
-    options = parser.parse_args()
-    from fsdptool.records.diagnostic import library_versions
-
-    rows: dict[str, Any] = {}
-    if options.only and options.output.exists():
-        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-    for name, row in ROWS.items():
-        if options.only not in name or (row.program == "torchtune" and options.torchtune is None):
-            continue
-        python = options.torchtune if row.program == "torchtune" else sys.executable
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
-            make_inputs(folder)
-            command = command_of(row, folder)
-            plan = planned(row, command, folder)
-            peaks = measured(row, command, folder, python)
-        chosen = next(item for item in plan["candidates"] if item["id"] == plan["chosen"])
-        memory = chosen["allocated_peak_bytes"]
-        rows[name] = {
-            "command": " ".join(command),
-            "planned_bytes": memory,
-            "measured_bytes": peaks,
-            "difference": memory / max(peaks) - 1,
-            "limits": plan["inputs"].get("limits"),
-        }
-        sys.stdout.write(f"{name}: planned {memory:,}, measured {peaks}, {rows[name]['difference']:+.2%}\n")
-        sys.stdout.flush()
+    made = parser(__doc__, RESULT)
+    made.add_argument("--torchtune", metavar="PYTHON", help="interpreter of an environment with torchtune")
+    options = made.parse_args()
     import trl
 
-    libraries = {**library_versions(), "trl": trl.__version__}
-    document = {"benchmark": "memory/other_programs", "libraries": libraries, "rows": rows}
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(any(abs(row["difference"]) > 0.02 for row in rows.values()))
+    pythons = {"torchtune": options.torchtune}
+    rows = {
+        name: partial(row_of, row, python)
+        for name, row in ROWS.items()
+        if (python := pythons.get(row.program, sys.executable)) is not None
+    }
+    return compare("memory/other_programs", rows, options, trl=trl.__version__)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ is for rows of 257 tokens, as the script makes them; it trains on 256.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 import other_programs
+from planned_peaks import compare, measured_peaks, parser, plan_document
 
 RESULT = Path(__file__).parents[1] / "results" / "memory_own_scripts.json"
 SCRIPT = """\
@@ -137,69 +135,27 @@ LOOPS = {
 }
 
 
-def measured(loop: Loop, folder: Path) -> list[int]:
-    """Run a script and return the peak of each rank in bytes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    # Weights that are cast while they load are otherwise made in threads, whose allocations are not seen.
-    environment["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    launch = [sys.executable]
-    if loop.processes > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(loop.processes)]
-    if "accelerator" in loop.before:
-        environment |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
-    command = [*launch, str(Path(other_programs.__file__)), "--worker", "loop.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{done.stdout[-2000:]}{done.stderr[-6000:]}")
-    return [json.loads((folder / f"peak-{rank}.json").read_text()) for rank in range(loop.processes)]
-
-
-def planned(loop: Loop, folder: Path) -> dict[str, Any]:
-    """Return the document of the plan of a script."""
-    words = [sys.executable, "-m", "fsdptool", "plan", "loop.py", "--profile", "cpu-gloo", "--format", "json"]
-    words += ["--gpus", str(loop.processes), "--model", "model"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1, 5):
-        raise RuntimeError(done.stderr)
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+def row_of(loop: Loop, folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """Plan and run a script in a folder."""
+    other_programs.make_inputs(folder)
+    (folder / "loop.py").write_text(loop.text(), encoding="utf-8")
+    plan = plan_document(["loop.py", "--gpus", str(loop.processes), "--model", "model"], folder)
+    plugin = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}
+    peaks = measured_peaks(
+        [str(Path(other_programs.__file__)), "--worker", "loop.py"],
+        folder,
+        loop.processes,
+        **(plugin if "accelerator" in loop.before else {}),
+    )
+    return {"processes": loop.processes}, plan, peaks
 
 
 def main() -> int:
     """Measure and plan every row; returns 1 if one is more than 2 % apart."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = parser(__doc__, RESULT).parse_args()
+    return compare(
+        "memory/own_scripts", {name: partial(row_of, loop) for name, loop in LOOPS.items()}, options
     )
-    parser.add_argument("--only", default="", help="text that the row's name must contain")
-    parser.add_argument("-o", "--output", type=Path, default=RESULT)
-    options = parser.parse_args()
-    from fsdptool.records.diagnostic import library_versions
-
-    rows: dict[str, Any] = {}
-    if options.only and options.output.exists():
-        rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
-    for name, loop in LOOPS.items():
-        if options.only not in name:
-            continue
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
-            other_programs.make_inputs(folder)
-            (folder / "loop.py").write_text(loop.text(), encoding="utf-8")
-            plan, peaks = planned(loop, folder), measured(loop, folder)
-        chosen = next(item for item in plan["candidates"] if item["id"] == plan["chosen"])
-        memory = chosen["allocated_peak_bytes"]
-        rows[name] = {
-            "processes": loop.processes,
-            "planned_bytes": memory,
-            "measured_bytes": peaks,
-            "difference": memory / max(peaks) - 1,
-            "limits": plan["inputs"].get("limits"),
-        }
-        sys.stdout.write(f"{name}: planned {memory:,}, measured {peaks}, {rows[name]['difference']:+.2%}\n")
-        sys.stdout.flush()
-    document = {"benchmark": "memory/own_scripts", "libraries": library_versions(), "rows": rows}
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(any(abs(row["difference"]) > 0.02 for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def _translated(
 ) -> Migrated | None:
     """Return a whole run in the file of a program; None: only settings of FSDP are to be written."""
     from fsdptool.config.described import describe_written
-    from fsdptool.config.translation import translate
+    from fsdptool.config.translation import keeps_flags, translate
 
     assert to is not None
     alone = to not in load_registry().names
@@ -348,7 +348,7 @@ def _translated(
                 "write the name of the model, or run the command where its file is",
             )
         return Migrated(path, None, before, None, why) if alone else None
-    flags = launch is not None and run.program == to == "trl"
+    flags = launch is not None and run.program == to and keeps_flags(to)
     if run.program == to and not flags:
         return Migrated(path, to, before, before, notes=("it is for that program",)) if alone else None
     # A command line is not replaced by the file that says the same.

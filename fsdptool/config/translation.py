@@ -15,8 +15,7 @@ from fsdptool.config.described import describe_run
 from fsdptool.config.dialects import run_writers
 from fsdptool.config.dialects.protocol import RunFormat
 from fsdptool.config.dialects.run_reader import Launch
-from fsdptool.config.dialects.run_writer import PLACEHOLDER, RunWriter, optimizer_word
-from fsdptool.config.dialects.trl.flags import keep
+from fsdptool.config.dialects.run_writer import PLACEHOLDER, RunWriter, optimizer_word, word_of
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
@@ -72,8 +71,8 @@ def translate(
         run: The run, as its own program's file describes it.
         to: Name of the program.
         header: Comment lines (without ``#``) to put first.
-        given: The flags of a command line of TRL, to be written as they are in a file of TRL: the writer
-            adds what the file would otherwise leave open.
+        given: The flags of a command line of the same program, to be written as they are: the writer adds
+            what the file would otherwise leave open.
         launch: What starts that command line.
 
     Raises:
@@ -82,7 +81,7 @@ def translate(
     form = writer_of(to)
     writer = RunWriter(run, to)
     form.write_run(writer)
-    kept = keep(writer, given, launch or Launch()) if given is not None else ()
+    kept = form.keep_flags(writer, given, launch or Launch()) if given is not None else ()
     text = writer.rendered(tuple(map(printable, header)))
     back = _read_back(text, form, writer)
     keys = _keys(run) if given is None else ()
@@ -131,6 +130,12 @@ def writer_of(program: str) -> RunFormat:
     return known[program]
 
 
+def keeps_flags(program: str) -> bool:
+    """Return whether command lines of a program become files of the same program."""
+    form = run_writers().get(program)
+    return form is not None and type(form).keep_flags is not RunFormat.keep_flags
+
+
 def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
     files = NamedFiles(folders=(), texts={f"run{suffix}": beside for suffix, beside in writer.beside.items()})
     back = describe_run(SourceText(text, "run.yaml"), program=form.name, files=files)
@@ -141,7 +146,7 @@ def _read_back(text: str, form: RunFormat, writer: RunWriter) -> DescribedRun:
 
 def _facts(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Iterator[Loss]:
     for name, wanted, got in differing(run, back):
-        yield Loss(name, _shown(wanted), _shown(got), writer.cannot.get(name, _REASONS.get(name, _UNKNOWN)))
+        yield Loss(name, word_of(wanted), word_of(got), writer.cannot.get(name, _REASONS.get(name, _UNKNOWN)))
 
 
 def differing(run: DescribedRun, back: DescribedRun) -> Iterator[tuple[str, object, object]]:
@@ -216,7 +221,7 @@ def _learning(run: DescribedRun, back: DescribedRun, writer: RunWriter) -> Itera
         if got != value or (name == "dataset" and told in writer.cannot):
             if value in (False, 0) and got is None:
                 continue
-            yield Loss(told, _shown(value), _shown(got), writer.cannot.get(told, _UNKNOWN))
+            yield Loss(told, word_of(value), word_of(got), writer.cannot.get(told, _UNKNOWN))
     for name, (placeholder, why) in writer.asked.items():
         yield Loss(name, None, placeholder, why)
     if "dataset" not in run.learning and back.learning.get("dataset") == PLACEHOLDER:
@@ -231,11 +236,3 @@ def _keys(run: DescribedRun) -> Iterator[Loss]:
     for key in run.keys.no_effect:
         if key not in run.keys.learning and not key.endswith("_target_"):
             yield Loss(key, None, None, "changes neither memory nor speed, and is not translated")
-
-
-def _shown(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -22,6 +22,7 @@ from fsdptool.records.sharding import FsdpSettings
 if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.config.dialects.run_writer import RunWriter
+    from fsdptool.records.config_documents import Loss
     from fsdptool.records.described_run import DescribedRun
 
 __all__ = [
@@ -80,6 +81,22 @@ class RunFormat(ABC):
             ConfigError: The program has no counterpart of such runs, or its runs are only read.
         """
         raise ConfigError(f"runs are not written for {self.name}")
+
+    def keep_flags(self, to: RunWriter, given: Mapping[str, Any], launch: Launch) -> tuple[Loss, ...]:
+        """Put the flags of one of this program's command lines into its file, as they are.
+
+        Args:
+            to: Holds the keys that the run itself needs.
+            given: The flags with their values.
+            launch: What starts the program.
+
+        Returns:
+            The flags that the file does not hold, with the reason.
+
+        Raises:
+            ConfigError: The program's command lines do not become files.
+        """
+        raise ConfigError(f"command lines of {self.name} do not become files")
 
 
 class Dialect(RunFormat):

@@ -45,6 +45,17 @@ def dataset_id(name: object) -> str | None:
     return text if _HUB_ID.fullmatch(text) and not _LOCAL.fullmatch(text) else None
 
 
+def word_of(value: object) -> str | None:
+    """Return a value of a file, or a fact of a run, as the word that a loss shows; None if absent."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return (" " if isinstance(value, list) else ", ").join(map(str, value))
+    return str(value)
+
+
 class RunWriter:
     """The keys of the file that is written for a run.
 

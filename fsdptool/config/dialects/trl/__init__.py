@@ -23,9 +23,12 @@ from fsdptool.files.tree import Entry, Node, to_python
 from fsdptool.records.fused_loss import LossTiles
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fsdptool.config.dialects.protocol import LintContext, Rewriter, Target
     from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.config.dialects.run_writer import RunWriter
+    from fsdptool.records.config_documents import Loss
     from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.sharding import FsdpSettings
 
@@ -131,6 +134,12 @@ class Trl(Trainer):
         from fsdptool.config.dialects.trl.write import write
 
         write(to)
+
+    def keep_flags(self, to: RunWriter, given: Mapping[str, Any], launch: Launch) -> tuple[Loss, ...]:
+        """Put the flags of a TRL command line into its file."""
+        from fsdptool.config.dialects.trl.flags import keep
+
+        return keep(to, given, launch)
 
     def read(self, lint: LintContext) -> None:
         """Read the keys into facts."""

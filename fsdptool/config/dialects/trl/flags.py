@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import Launch, names, number_of
-from fsdptool.config.dialects.run_writer import RunWriter
+from fsdptool.config.dialects.run_writer import RunWriter, word_of
 from fsdptool.config.dialects.trl.run_keys import KEYS
 from fsdptool.config.key_history import default_of, has_key
 from fsdptool.records.config_documents import Loss
@@ -86,10 +86,10 @@ def keep(writer: RunWriter, given: Mapping[str, Any], launch: Launch) -> tuple[L
             continue
         if _VARIABLE.search(str(value)):
             why = "a variable that is not known here: put its value into the file"
-            losses.append(Loss(old, str(value), _word(writer.data.get(key)), why))
+            losses.append(Loss(old, str(value), word_of(writer.data.get(key)), why))
         elif not takes(objective, key):
             why = f"TRL {KEYS.version} refuses it in a file for {objective}"
-            losses.append(Loss(old, _word(value), None, why))
+            losses.append(Loss(old, word_of(value), None, why))
         elif key != old and key in writer.data:
             flags[key] = writer.data[key]
         else:
@@ -159,14 +159,6 @@ def _of_launch(writer: RunWriter, launch: Launch) -> Iterator[Loss]:
             becomes = next((word for word in ("bf16", "fp16") if writer.data.get(word) is True), "no")
             why = "the trainer's own keys decide: bf16, unless the flags say fp16"
         elif name.startswith("fsdp_"):
-            becomes = _word(sharding.get(name.removeprefix("fsdp_")))
+            becomes = word_of(sharding.get(name.removeprefix("fsdp_")))
         if becomes is None or becomes.lower() != str(value).lower():
-            yield Loss(name, _word(value), becomes, why)
-
-
-def _word(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            yield Loss(name, word_of(value), becomes, why)
