@@ -21,7 +21,6 @@ from fsdptool.errors import InputsError, ModelError
 from fsdptool.families.bases.batches import described, listed_inputs
 from fsdptool.families.bases.families import one_line
 from fsdptool.families.protocol import Family, Flavour, Match, Objective, TensorSpec
-from fsdptool.source.imports import import_named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -175,6 +174,8 @@ def _load(reference: str, folder: str | None) -> Callable[..., Any]:
         ModelError: The module cannot be imported, or has no such class or function.
     """
     from torch import nn
+
+    from fsdptool.source.imports import import_named
 
     value = import_named(reference, folder)
     if isinstance(value, nn.Module) or not callable(value):
