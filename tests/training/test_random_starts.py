@@ -25,7 +25,7 @@ def blueprint_of(family: Family) -> Blueprint:
     return draw_blueprint(build, seed=0, library=family.library)
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.sampled(every=12, whole=3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_has_a_start(name: str) -> None:
     blueprint = blueprint_of(FAMILIES[name])
