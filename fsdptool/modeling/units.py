@@ -137,7 +137,7 @@ class TrainedModel:
 def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> TrainedModel:
     """Return the anatomy of the model as the recipe trains it.
 
-    Only methods that add parameters need torch, and only where the cache has no answer.
+    Only methods that change models need torch, and only where the cache has no answer.
 
     Args:
         anatomy: Of the model as published (``inspection.inspect``).
@@ -148,7 +148,7 @@ def as_trained(anatomy: Anatomy, recipe: Recipe, *, use_cache: bool = True) -> T
         ConfigError: The method does not suit the model.
     """
     method = method_of(recipe)
-    if not method.adds_parameters:
+    if not method.changes_model:
         return TrainedModel(_as_built(anatomy, recipe.model))
     store = Store()
     key = store.key(

@@ -96,7 +96,7 @@ def make_trace(
 
     base_notes: list[str | None] = []
     whole = None
-    if method.adds_parameters and method.unquantised(recipe) is recipe:
+    if method.changes_model and method.unquantised(recipe) is recipe:
         base_notes.append(None)
         whole = {p.fqn: (p.shape, _stored(p, plan), p.trainable) for p in trained.anatomy.parameters}
 
@@ -243,7 +243,7 @@ def trained_model(
     """
     recipe = run.recipe
     # A tensor-parallel plan lists the modules of every block.
-    early = cut is not None and method_of(recipe).adds_parameters and not (plan.tensor or plan.experts)
+    early = cut is not None and method_of(recipe).changes_model and not (plan.tensor or plan.experts)
     before: list[str] = []
     after: list[str] = []
 

@@ -61,10 +61,14 @@ class TrainingMethod:
 
     name: ClassVar[MethodName] = "full"
     adds_parameters: ClassVar[bool] = False
-    """Whether :meth:`prepare` changes which parameters the model has: its units are then planned on the
-    prepared model."""
+    """Whether :meth:`prepare` adds parameters to the model."""
     freezes_model: ClassVar[bool] = False
     """Whether no published parameter is trained."""
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether :meth:`prepare` changes what a model has or trains: its units are planned on the result."""
+        return type(self).prepare is not TrainingMethod.prepare
 
     def check(self, recipe: Recipe, settings: FsdpSettings) -> None:
         """Refuse what the method does not support.
