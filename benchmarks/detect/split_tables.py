@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdptool.inspection import inspect
-from fsdptool.inspection.document import tensor_summary
+from fsdptool.inspection.document import summary
 from fsdptool.records.codec import to_json
 from fsdptool.source import resolve
+from fsdptool.tensor.division import plan_tensor_parallel
 
 OUTPUT = Path(__file__).parents[2] / "tests" / "tensor" / "split_tables.jsonl"
 
@@ -64,7 +65,8 @@ FLAVOURS = {
 
 def table(reference: str, size: int) -> dict[str, Any]:
     """Return one flavour's table as JSON data."""
-    split = tensor_summary(inspect(resolve(reference)), size)
+    anatomy = inspect(resolve(reference))
+    split = summary(anatomy, plan_tensor_parallel(anatomy, size))
     parameters = []
     for item in split.parameters:
         written = to_json(item).items()

@@ -383,11 +383,6 @@ def divided_tensors(
     return split, plan.sequence, (*violations(split, "--tp"), *refused)
 
 
-def tensor_summary(anatomy: Anatomy, size: int) -> SplitSummary:
-    """Return how a tensor-parallel group of ``size`` ranks divides a model."""
-    return summary(anatomy, plan_tensor_parallel(anatomy, size))
-
-
 def expert_summary(anatomy: Anatomy, size: int) -> SplitSummary:
     """Return how an expert-parallel group of ``size`` ranks divides a model's fused experts."""
     return summary(anatomy, plan_expert_parallel(anatomy, size))

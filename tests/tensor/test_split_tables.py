@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from fsdptool.inspection import inspect
-from fsdptool.inspection.document import tensor_summary
+from fsdptool.inspection.document import summary
 from fsdptool.records.codec import to_json
 from fsdptool.source import resolve
+from fsdptool.tensor.division import plan_tensor_parallel
 
 TABLES = [
     json.loads(line)
@@ -32,7 +33,8 @@ def test_the_tables_cover_all_kinds_of_models() -> None:
 @pytest.mark.parametrize("reviewed", TABLES, ids=lambda item: item["reference"])
 def test_the_derived_table_is_the_reviewed_one(reviewed: dict[str, Any]) -> None:
     expected = dict(reviewed)
-    split = tensor_summary(inspect(resolve(expected.pop("reference"))), reviewed["size"])
+    anatomy = inspect(resolve(expected.pop("reference")))
+    split = summary(anatomy, plan_tensor_parallel(anatomy, reviewed["size"]))
     derived = json.loads(json.dumps(to_json(split)))
     for row, wanted in zip(derived["parameters"], reviewed["parameters"], strict=True):
         assert {key: value for key, value in row.items() if key in wanted or value} == wanted

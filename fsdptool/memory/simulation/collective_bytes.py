@@ -167,7 +167,7 @@ def reduce_width(plan: UnitPlan) -> int | None:
     return WIDTH[plan.reduce_dtype]
 
 
-COMPUTE, COPY_IN, REDUCE_SCATTER, ALL_REDUCE_STREAM = range(4)
+COMPUTE, COPY_IN, REDUCE_SCATTER = range(3)
 """Streams FSDP2 allocates on (``FSDPCommContext``, torch 2.13)."""
 
 
