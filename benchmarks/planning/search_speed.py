@@ -38,6 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
         "sequence_length": 4096,
         "global_batch": 512,
     },
+    "mixtral:8x22b, 8 H100": {
+        "reference": "mixtral:8x22b",
+        "gpu": "H100-80GB-SXM",
+        "gpus": 8,
+        "sequence_length": 4096,
+    },
 }
 LIMITS = {"candidates": 500, "seconds": 10.0, "resident_mib": 800.0}
 
