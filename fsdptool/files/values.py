@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -240,7 +241,8 @@ def read_object(path: Path, schema: str | None = None) -> dict[str, Any]:
 
     Raises:
         ConfigError: The file is missing, not a regular file, too large, not UTF-8, not parseable, not an
-            object, or breaks the schema; the message names the place.
+            object, or breaks the schema, or a number that the schema takes is not finite; the message names
+            the place.
     """
     try:
         data = read_json(path) if path.suffix == ".json" else read_yaml(path)
@@ -250,7 +252,19 @@ def read_object(path: Path, schema: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected an object at the top, got {type(data).__name__}")
     if schema is not None:
         check(data, schema, where=str(path))
+        if place := _not_finite(data):
+            raise ConfigError(f"{path}: {place} is not a finite number", help="give a number")
     return data
+
+
+def _not_finite(data: Any, place: str = "") -> str | None:
+    """Return where a document has NaN or an infinity, which a schema takes for numbers."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return place
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return next(
+        (found for key, item in items if (found := _not_finite(item, f"{place}.{key}".strip(".")))), None
+    )
 
 
 def check(data: Any, schema: str, *, where: str) -> None:
@@ -275,8 +289,12 @@ _SHOWN = 10
 
 def _mistakes(error: Any, where: str, advice: str) -> Iterator[ConfigError]:
     """Yield a violation in the words of a person: unknown keys with the nearest known one."""
-    place = ": ".join((where, *([".".join(map(str, error.path))] if error.path else ())))
-    if error.validator == "additionalProperties" and isinstance(error.validator_value, bool):
+    path = error.absolute_path
+    place = ": ".join((where, *([".".join(map(str, path))] if path else ())))
+    if error.validator == "anyOf" and (inner := _of_same_type(error)):
+        for mistake in inner:
+            yield from _mistakes(mistake, where, advice)
+    elif error.validator == "additionalProperties" and isinstance(error.validator_value, bool):
         known = error.schema.get("properties", {})
         for key in error.instance:
             if key not in known:
@@ -291,3 +309,10 @@ def _mistakes(error: Any, where: str, advice: str) -> Iterator[ConfigError]:
         )
     else:
         yield ConfigError(f"{place}: {error.message}", help=advice)
+
+
+def _of_same_type(error: Any) -> list[Any]:
+    """Return the violations of the one alternative whose type a value has; nothing where it is not one."""
+    wrong_type = {item.schema_path[0] for item in error.context if item.validator == "type" and not item.path}
+    fits = {item.schema_path[0] for item in error.context} - wrong_type
+    return [item for item in error.context if item.schema_path[0] in fits] if len(fits) == 1 else []

@@ -72,6 +72,11 @@ def make_cluster(
         raise PlanError(
             f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks are more than is supported"
         )
+    if host_memory_bytes is not None and host_memory_bytes < 1:
+        raise PlanError(
+            f"the host memory must be positive, not {host_memory_bytes}",
+            help="give --host-memory '512 GiB' (per node), or leave it out",
+        )
     if price_per_gpu_hour is not None and not 0 <= price_per_gpu_hour < math.inf:
         raise PlanError(f"the price per GPU hour must be 0 or more, not {price_per_gpu_hour}")
     if inter_node_bandwidth is not None and not 0 < inter_node_bandwidth < math.inf:
@@ -120,8 +125,9 @@ def cluster_from_data(data: Mapping[str, Any], *, name: str | None, gpus_file: P
     bandwidth = parse_rate(data.get("inter_node_bandwidth"))
     cluster = make_cluster(
         gpu,
-        data["gpus_per_node"],
-        data.get("nodes", 1),
+        # 8.0 is an integer to JSON Schema.
+        int(data["gpus_per_node"]),
+        int(data.get("nodes", 1)),
         inter_node_bandwidth=bandwidth,
         host_memory_bytes=parse_size(data.get("host_memory")),
         price_per_gpu_hour=data.get("price_per_gpu_hour"),
@@ -144,13 +150,17 @@ def parse_size(value: float | str | None) -> int | None:
     Raises:
         PlanError: The text is not a size.
     """
-    if value is None or isinstance(value, int | float):
-        # A whole number written as 2e12 is an integer to JSON Schema.
-        return None if value is None else int(value)
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value)
-    if match is None:
+    if value is None:
+        return None
+    size: float | None = None
+    if not isinstance(value, str):
+        size = value
+    elif match := re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value):
+        size = _number(match[1], value) * _factor(match[2])
+    if size is None or not math.isfinite(size):
         raise PlanError(f"{value!r} is not a size", help="write bytes, or text such as 512 GiB")
-    return int(_number(match[1], value) * _factor(match[2]))
+    # A whole number written as 2e12 is an integer to JSON Schema.
+    return int(size)
 
 
 def parse_rate(value: float | str | None) -> float | None:

@@ -21,6 +21,7 @@ from fsdptool.cli.app import build_app, run
 from fsdptool.errors import ConfigError, PlanError, StorageError
 from fsdptool.launch.options import StartOptions
 from fsdptool.options import declared
+from fsdptool.planning.request.inputs import read_request
 from fsdptool.planning.request.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -98,13 +99,50 @@ def test_an_unknown_keyword_names_the_nearest(name: str, word: str, advice: str)
         ({"gpu": "L4", "gpus": 0}, "0 GPUs per node: at least 1 is required", "give gpus=1 or more"),
         ({"gpu": "L4", "method": "x"}, "method='x' is not supported", "choose one of: full, lora, qlora"),
         ({"gpu": "L4", "sequence_length": "512"}, "sequence_length must be a number, not the text '512'", ""),
+        ({"gpu": "L4", "gpus": 2.5}, "gpus must be a whole number, not 2.5", ""),
+        ({"gpu": "L4", "micro_batch": True}, "micro_batch must be a whole number, not True", ""),
+        ({"gpu": "L4", "overrides": "n_layer=2"}, "overrides must be a mapping of keys to values", ""),
+        ({"gpu": "L4", "assume": "nope"}, "assume='nope' is not supported", "choose one of: compile"),
+        ({"gpu": "L4", "reshard": 0}, "reshard=0 is not supported", "write true, false or a number"),
+        ({"gpu": "L4", "host_memory": 0}, "the host memory must be positive, not 0", ""),
+        ({"gpu": "L4", "host_memory": float("inf")}, "inf is not a size", "write bytes"),
+        ({"gpu": "L4", "prefer": "price"}, "a cluster has no price", "set price_per_gpu_hour"),
+        (
+            {"gpu": "L4", "method": "full", "lora_rank": 8},
+            "lora_rank is for lora, and the method is full",
+            "",
+        ),
+        ({"gpu": "L4", "teacher": "gpt2:medium", "lora_rank": 8}, "teacher is for distillation, and", ""),
+        (
+            {"gpu": "L4", "accumulation": 2, "global_batch": 8},
+            "both accumulation and global_batch are given",
+            "",
+        ),
+        ({"gpu": "L4", "pp": 2, "search": True}, "search is not supported beside pp", "leave one"),
+        ({"gpu": "L4", "pp_virtual": 2}, "pp_virtual needs pipeline stages", "give pp=2 or more"),
+        ({"gpu": "L4", "profile": "cpu-gloo"}, "profile cpu-gloo has no GPU", "leave gpu out"),
+        ({"profile": "cpu-gloo", "expandable_segments": True}, "expandable_segments is for GPUs", ""),
+        (
+            {"profile": "cpu-gloo", "checkpointing": "optimal"},
+            "checkpointing optimal needs GPUs",
+            "name the GPU",
+        ),
     ],
 )
 def test_messages_of_plan_name_arguments(options: dict[str, object], message: str, advice: str) -> None:
     with pytest.raises(PlanError) as refused:
         fsdptool.plan("gpt2:small", **options)  # type: ignore[arg-type]
-    assert refused.value.message == message
+    assert refused.value.message.startswith(message)
     assert (refused.value.help or "").startswith(advice)
+
+
+def test_one_text_stands_for_a_list_of_one() -> None:
+    request = read_request(
+        {"reference": "gpt2:small", "gpu": "L4", "wrap": "GPT2Block", "lora_targets": "c_attn"}
+    )
+    assert request.inputs.wrap == ("GPT2Block",)
+    assert request.inputs.recipe.method.lora is not None
+    assert request.inputs.recipe.method.lora.targets == ("c_attn",)
 
 
 def test_type_checkers_read_the_same_declaration() -> None:

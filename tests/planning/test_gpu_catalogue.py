@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.values import load_schema
 from fsdptool.planning import hardware as catalogue
-from fsdptool.planning.clusters import parse_rate, parse_size, read_cluster
+from fsdptool.planning.clusters import describe, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import all_entries, find_gpu, load_gpu, machine_for, read_table, write_table
 
 
@@ -172,12 +173,29 @@ def test_a_cluster_file_is_read_with_its_units(tmp_path: Path) -> None:
     assert cluster.environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "0"}
 
 
+OWN_GPU = (
+    "name: Mine, memory_bytes: 8000000000, flops: {float32: 1.0e13}, memory_bandwidth: 1.0e12, source: me"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("gpu: h100\n", "gpus_per_node"),
         ("gpu: h100\ngpus_per_node: 0\n", "gpus_per_node"),
         ("gpu: h100\ngpus_per_node: 8\nprize_per_gpu_hour: 2\n", "prize_per_gpu_hour"),
+        ("gpu: h100\ngpus_per_node: 8\nhost_memory: 0 GiB\n", "host memory must be positive, not 0"),
+        ("gpu: h100\ngpus_per_node: 8\nprice_per_gpu_hour: .nan\n", "price_per_gpu_hour is not a finite"),
+        ("gpu: h100\ngpus_per_node: 1048577\n", "1,048,577 ranks are more than is supported"),
+        ('gpu: h100\ngpus_per_node: 8\nenvironment: {A: "a\\nb"}\n', "A contains control characters"),
+        ("gpu: h100\ngpus_per_node: 8\nenvironment: {a b: 1}\n", "'a b' is not a variable name"),
+        ("gpu: h100\ngpus_per_node: 8\nenvironment: {LD_PRELOAD: a}\n", "LD_PRELOAD decides which code"),
+        (
+            f"gpu: {{{OWN_GPU}, link_bandwidth: .nan}}\ngpus_per_node: 8\n",
+            "gpu.link_bandwidth is not a finite",
+        ),
+        (f"gpu: {{{OWN_GPU}}}\ngpus_per_node: 8\n", "gpu: link_bandwidth is missing"),
+        (f"gpu: {{{OWN_GPU}, link_bandwith: 1.0e9}}\ngpus_per_node: 8\n", "gpu: unknown key 'link_bandwith'"),
         ("gpu: nosuch\ngpus_per_node: 8\n", "nosuch"),
         ("gpu: [", "not valid YAML"),
         ("- 1\n", "expected an object"),
@@ -186,10 +204,19 @@ def test_a_cluster_file_is_read_with_its_units(tmp_path: Path) -> None:
 def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "offer.yaml"
     path.write_text(text)
-    error = PlanError if message == "nosuch" else ConfigError
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises((PlanError, ConfigError)) as caught:
         read_cluster(path)
-    assert "\n" not in caught.value.message
+    mistakes = [caught.value, *getattr(caught.value, "others", ())]
+    assert any(message in item.message for item in mistakes)
+    assert not any("\n" in item.message for item in mistakes)
+
+
+def test_whole_numbers_of_a_cluster_file_may_be_written_as_floats(tmp_path: Path) -> None:
+    path = tmp_path / "offer.yaml"
+    path.write_text(f"gpu: {{{OWN_GPU}, link_bandwidth: 1.0e9}}\ngpus_per_node: 8.0\nhost_memory: 2.0e12\n")
+    cluster = read_cluster(path).cluster
+    assert (cluster.gpu and cluster.gpu.name, describe(cluster)) == ("Mine", "8 Mine")
+    assert cluster.host_memory_bytes == 2 * 10**12
 
 
 def test_all_mistakes_of_a_cluster_file_are_reported_with_the_nearest_keys(tmp_path: Path) -> None:
@@ -215,7 +242,7 @@ def test_sizes_and_rates_are_read_as_written() -> None:
     assert parse_size("512GB") == 512 * 10**9
     assert parse_rate("100 Gbit/s") == 12.5e9
     assert parse_rate("25 GB/s") == 25e9
-    for text in ("much", "1..5 GiB"):
+    for text in ("much", "1..5 GiB", "9" * 400, math.inf, math.nan):
         with pytest.raises(PlanError):
             parse_size(text)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast, get_args
 
 from fsdptool.errors import PlanError
 from fsdptool.options import Declared, Option
 from fsdptool.options import declared as declared_in
-from fsdptool.records.annotations import bounds_text, permits
+from fsdptool.records.annotations import Shape, bounds_text, permits
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.plan import AdapterDtype, Assumption, Preference
@@ -36,15 +37,14 @@ def reshard_value(value: bool | int | str) -> bool | int:
     """Return ``true``, ``false`` or a number of ranks as a value.
 
     Raises:
-        PlanError: The text is none of them.
+        PlanError: It is none of them.
     """
-    if not isinstance(value, str):
-        return value
     words = {"true": True, "yes": True, "false": False, "no": False}
-    if value.lower() in words:
-        return words[value.lower()]
-    if value.isdecimal() and int(value) > 1:
-        return int(value)
+    text = str(value).lower()
+    if text in words:
+        return words[text]
+    if text.isdecimal() and int(text) > 1:
+        return int(text)
     raise PlanError(
         f"--reshard {value!r} is not supported", help="write true, false or a number of ranks above 1"
     )
@@ -263,7 +263,7 @@ def read_options(options: Options) -> Options:
 
     Raises:
         OptionError: An option is unknown.
-        PlanError: An option is none of its choices or is too small.
+        PlanError: An option has another type, is none of its choices or is too small.
     """
     values: dict[str, Any] = {}
     for name, value in cast("Mapping[str, Any]", options).items():
@@ -272,9 +272,7 @@ def read_options(options: Options) -> Options:
         if not is_given(value):
             continue
         option, flag = declared()[name].option, declared()[name].flags[0]
-        if isinstance(value, str) and (kinds := set(declared()[name].types)) <= {int, float, bool}:
-            expected = "true or false" if kinds == {bool} else "a number"
-            raise PlanError(f"{flag} must be {expected}, not the text {value!r}")
+        value = _typed(declared()[name], value)
         if isinstance(value, str) and (choices := option.allowed()):
             value = one_of(flag, value, choices)
         elif isinstance(value, Sequence) and (choices := option.choices):
@@ -288,6 +286,24 @@ def read_options(options: Options) -> Options:
     if "reshard" in values:
         values["reshard"] = reshard_value(values["reshard"])
     return cast("Options", values)
+
+
+def _typed(item: Declared, value: Any) -> Any:
+    """Return a value that has the type of its option; one text for a list of texts is a list of one.
+
+    Raises:
+        PlanError: It has another type.
+    """
+    kinds, flag = set(item.types), item.flags[0]
+    if isinstance(value, str) and kinds <= {int, float, bool}:
+        expected = "true or false" if kinds == {bool} else "a number"
+        raise PlanError(f"{flag} must be {expected}, not the text {value!r}")
+    if kinds == {int} and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise PlanError(f"{flag} must be a whole number, not {value!r}")
+    shape = item.annotation.kinds[0].shape
+    if shape is Shape.MAPPING and not isinstance(value, Mapping):
+        raise PlanError(f"{flag} must be a mapping of keys to values, not {value!r}")
+    return (value,) if shape is Shape.LIST and isinstance(value, str | Path) else value
 
 
 _FLAG = re.compile(r"--([a-z][a-z-]*)( (?=[A-Z0-9'\"]))?")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from fsdptool.errors import PlanError
-from fsdptool.planning.request.options import OPTIMAL, Options, settings_of
+from fsdptool.planning.request.options import OPTIMAL, Options, declared, settings_of
 from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.recipe import (
@@ -90,6 +90,10 @@ def _method(options: Options, method: Method) -> Method:
     teacher = options.get("teacher")
     implied = "lora" if lora_changes else "distillation" if teacher is not None else method.name
     name = options.get("method") or implied
+    for kind, flag in (("lora", _flag_of_lora(options)), ("distillation", teacher and "--teacher")):
+        if flag is not None and name.removeprefix("q") != kind:
+            message = f"{flag} is for {kind}, and the method is {name}"
+            raise PlanError(message, help="leave one of the two out")
     if name == "qlora":
         base = options.get("lora_base", "nf4")
         if base != "nf4":
@@ -110,6 +114,12 @@ def _method(options: Options, method: Method) -> Method:
             "distillation", None, replace(method.distillation, teacher=choice or method.distillation.teacher)
         )
     return Method(cast("MethodName", name))
+
+
+def _flag_of_lora(options: Options) -> str | None:
+    """Return the first given option of LoRA as it is spelled on the command line, or None."""
+    items = (declared()[name] for name in options)
+    return next((item.flags[0] for item in items if item.option.sets.startswith("recipe.method.lora.")), None)
 
 
 def _objective(options: Options, objective: Objective) -> Objective:
