@@ -11,9 +11,20 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
+from numbers import Integral
+from pathlib import PurePath
 from typing import Any, TypeVar, cast, get_type_hints
 
-from fsdptool.records.annotations import Annotation, annotation_at, read_annotation
+from fsdptool.errors import ConfigError, FsdptoolError
+from fsdptool.records.annotations import (
+    Annotation,
+    Shape,
+    annotation_at,
+    bounds_text,
+    permits,
+    read_annotation,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Options = TypeVar("_Options")
@@ -150,7 +161,39 @@ def takes(options: type, *, first: str = "") -> Callable[[_Function], _Function]
 
 
 def with_defaults(options: type[_Options], given: _Options) -> _Options:
-    """Return every option of a declaration: as given, else its default; None is not given."""
-    values = {name: item.option.default for name, item in declared(cast("Any", options)).items()}
-    values |= {name: v for name, v in cast("Mapping[str, Any]", given).items() if v is not None}
+    """Return every option of a declaration: as given, else its default; None is not given.
+
+    Raises:
+        ConfigError: A value has another type, or is beyond its bounds.
+    """
+    items = declared(cast("Any", options))
+    values = {name: item.option.default for name, item in items.items()}
+    for name, value in cast("Mapping[str, Any]", given).items():
+        if value is not None:
+            values[name] = of_declared_type(items[name], value, ConfigError) if name in items else value
     return cast("_Options", values)
+
+
+def of_declared_type(item: Declared, value: Any, error: type[FsdptoolError]) -> Any:
+    """Return a value within the type and the bounds of its option; one text for a list is a list of one.
+
+    Args:
+        item: The option.
+        value: What is given for it.
+        error: What is raised where the value has another type, or is a number beyond the option's bounds.
+    """
+    kinds, flag = set(item.types), item.flags[0]
+    if isinstance(value, str) and kinds and kinds <= {int, float, bool}:
+        expected = "true or false" if kinds == {bool} else "a number"
+        raise error(f"{flag} must be {expected}, not the text {value!r}")
+    if kinds == {int} and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise error(f"{flag} must be a whole number, not {value!r}")
+    if isinstance(value, float) and not isfinite(value):
+        raise error(f"{flag} must be a finite number, not {value}")
+    bounds = item.option.bounds()
+    if isinstance(value, int | float) and not permits(bounds, value):
+        raise error(f"{flag} must be {bounds_text(bounds)}, not {value}")
+    shapes = {kind.shape for kind in item.annotation.kinds}
+    if shapes == {Shape.MAPPING} and not isinstance(value, Mapping):
+        raise error(f"{flag} must be a mapping of keys to values, not {value!r}")
+    return (value,) if shapes == {Shape.LIST} and isinstance(value, str | PurePath) else value

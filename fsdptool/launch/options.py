@@ -23,9 +23,11 @@ class StartOptions(TypedDict, total=False):
     cpu: Annotated[bool, Option("Train on the CPU, whatever the configuration says.", default=False)]
     launcher: Annotated[str, Option("Launcher", choices=("torchrun", "accelerate"), default="torchrun")]
     max_restarts: Annotated[int, Option(
-        "Restarts from the newest valid checkpoint before giving up.", default=0)]
-    timeout: Annotated[float, Option("Timeout of a collective, in seconds.", default=600.0)]
-    grace: Annotated[int, Option("Time that workers have to save after a signal, in seconds.", default=600)]
+        "Restarts from the newest valid checkpoint before giving up.", minimum=0, default=0)]
+    timeout: Annotated[float, Option(
+        "Timeout of a collective, in seconds.", minimum=1, default=600.0)]
+    grace: Annotated[int, Option(
+        "Time that workers have to save after a signal, in seconds.", minimum=0, default=600)]
     node_rank: Annotated[int | None, Option("Rank of this node.")]
     rendezvous: Annotated[str | None, Option("HOST:PORT of node 0, for several nodes.")]
     launch_id: Annotated[str | None, LAUNCH_ID]

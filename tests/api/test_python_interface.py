@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_an_unknown_keyword_names_the_nearest(name: str, word: str, advice: str)
         ({"gpu": "L4", "assume": "nope"}, "assume='nope' is not supported", "choose one of: compile"),
         ({"gpu": "L4", "reshard": 0}, "reshard=0 is not supported", "write true, false or a number"),
         ({"gpu": "L4", "host_memory": 0}, "the host memory must be positive, not 0", ""),
-        ({"gpu": "L4", "host_memory": float("inf")}, "inf is not a size", "write bytes"),
+        ({"gpu": "L4", "host_memory": float("inf")}, "host_memory must be a finite number, not inf", ""),
         ({"gpu": "L4", "prefer": "price"}, "a cluster has no price", "set price_per_gpu_hour"),
         (
             {"gpu": "L4", "method": "full", "lora_rank": 8},
@@ -143,6 +144,40 @@ def test_one_text_stands_for_a_list_of_one() -> None:
     assert request.inputs.wrap == ("GPT2Block",)
     assert request.inputs.recipe.method.lora is not None
     assert request.inputs.recipe.method.lora.targets == ("c_attn",)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: fsdptool.emit_config("gpt2:small", processes="8"), "--processes must be a number"),
+        (lambda path: fsdptool.emit_config("gpt2:small", tp=2.5), "--tp must be a whole number, not 2.5"),
+        (lambda path: fsdptool.detect("gpt2:small", overrides="n_layer=2"), "--override must be a mapping"),
+        (lambda path: fsdptool.validate(path, gpu="L4", gpus="8"), "--gpus must be a number, not the text"),
+        (
+            lambda path: fsdptool.train(path, path, max_restarts=-1),
+            "--max-restarts must be at least 0, not -1",
+        ),
+        (lambda path: fsdptool.train(path, path, timeout=0), "--timeout must be at least 1, not 0"),
+        (lambda path: fsdptool.train(path, path, timeout=float("nan")), "--timeout must be a finite number"),
+        (lambda path: fsdptool.train(path, path, grace=-1), "--grace must be at least 0, not -1"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    tmp_path: Path, call: Callable[[Path], object], message: str
+) -> None:
+    (tmp_path / "a.yaml").write_text(FSDP1)
+    with pytest.raises(ConfigError) as refused:
+        call(tmp_path / "a.yaml")
+    assert refused.value.message.startswith(message)
+
+
+def test_one_pattern_leaves_out_what_it_names_and_one_code_selects_its_rules(tmp_path: Path) -> None:
+    for name in ("a.yaml", "b.yaml"):
+        (tmp_path / name).write_text(FSDP1)
+    left = fsdptool.validate(tmp_path, exclude="a.*").readings
+    assert [Path(reading.path).name for reading in left] == ["b.yaml"]
+    selected = fsdptool.validate(tmp_path, select="FSD301").readings
+    assert {item.code for reading in selected for item in reading.diagnostics} == {"FSD301"}
 
 
 def test_type_checkers_read_the_same_declaration() -> None:

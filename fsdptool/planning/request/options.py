@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, cast, get_args
 
 from fsdptool.errors import PlanError
-from fsdptool.options import Declared, Option
+from fsdptool.options import Declared, Option, of_declared_type
 from fsdptool.options import declared as declared_in
-from fsdptool.records.annotations import Shape, bounds_text, permits
 from fsdptool.records.cluster import DEVICE_PROFILES, Cluster
 from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.plan import AdapterDtype, Assumption, Preference
@@ -272,38 +270,17 @@ def read_options(options: Options) -> Options:
         if not is_given(value):
             continue
         option, flag = declared()[name].option, declared()[name].flags[0]
-        value = _typed(declared()[name], value)
+        value = of_declared_type(declared()[name], value, PlanError)
         if isinstance(value, str) and (choices := option.allowed()):
             value = one_of(flag, value, choices)
         elif isinstance(value, Sequence) and (choices := option.choices):
             value = tuple(one_of(flag, item, choices) for item in value)
-        bounds = option.bounds()
-        if isinstance(value, int | float) and not permits(bounds, value):
-            raise PlanError(f"{flag} must be {bounds_text(bounds)}, not {value}")
         values[name] = value
     if "hsdp" in values:
         values["dp_replicate"], values["dp_shard"] = hsdp_shape(values["hsdp"])
     if "reshard" in values:
         values["reshard"] = reshard_value(values["reshard"])
     return cast("Options", values)
-
-
-def _typed(item: Declared, value: Any) -> Any:
-    """Return a value that has the type of its option; one text for a list of texts is a list of one.
-
-    Raises:
-        PlanError: It has another type.
-    """
-    kinds, flag = set(item.types), item.flags[0]
-    if isinstance(value, str) and kinds <= {int, float, bool}:
-        expected = "true or false" if kinds == {bool} else "a number"
-        raise PlanError(f"{flag} must be {expected}, not the text {value!r}")
-    if kinds == {int} and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise PlanError(f"{flag} must be a whole number, not {value!r}")
-    shape = item.annotation.kinds[0].shape
-    if shape is Shape.MAPPING and not isinstance(value, Mapping):
-        raise PlanError(f"{flag} must be a mapping of keys to values, not {value!r}")
-    return (value,) if shape is Shape.LIST and isinstance(value, str | Path) else value
 
 
 _FLAG = re.compile(r"--([a-z][a-z-]*)( (?=[A-Z0-9'\"]))?")
