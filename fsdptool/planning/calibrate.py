@@ -172,7 +172,8 @@ def _read_measurements(measured: Path | Measurements) -> RankMeasurements:
         document, where = measured, "the probe"
     ranks = document.ranks
     if ranks is None or (document.device == "cpu" and not ranks.kernels):
-        what = f"empty: {document.error}" if ranks is None else "a rehearsal on the CPU"
+        empty = f"empty: {document.error or 'nothing was measured'}"
+        what = empty if ranks is None else "a rehearsal on the CPU"
         raise PlanError(f"{where} is {what}", help="run `fsdptool doctor --gpu -o FILE` on the GPUs")
     if document.error is not None and not ranks.kernels:
         raise PlanError(f"{where} ended early: {document.error}", help="measure again")

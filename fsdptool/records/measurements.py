@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from fsdptool.records.annotations import Count, Positive
+from fsdptool.records.annotations import Count, Keywords, Positive
 from fsdptool.records.cluster import KernelTime
 from fsdptool.records.command_documents import Probe
 from fsdptool.records.run import DeviceType
@@ -14,6 +14,7 @@ from fsdptool.records.run import DeviceType
 MEASURED = "measured.json"
 """What the processes write into their folder."""
 
+Seconds = Annotated[float, Keywords(exclusiveMinimum=0)]
 Masking = Literal["causal", "mask", "documents"]
 CopyKind = Literal["device", "host_to_device", "device_to_host"]
 CollectiveKind = Literal["all_gather", "reduce_scatter"]
@@ -28,7 +29,7 @@ class ProductRate:
     m: Positive
     k: Positive
     n: Positive
-    seconds: float
+    seconds: Seconds
 
     @property
     def flops_per_second(self) -> float:
@@ -42,7 +43,7 @@ class CopyRate:
 
     kind: CopyKind
     bytes: Positive
-    seconds: float
+    seconds: Seconds
 
     @property
     def traffic_per_second(self) -> float:
@@ -91,9 +92,9 @@ class CollectiveRate:
     """A collective of all ranks. ``bytes`` are those of the gathered tensor."""
 
     kind: CollectiveKind
-    ranks: Positive
+    ranks: Annotated[int, Keywords(minimum=2)]
     bytes: Positive
-    seconds: float
+    seconds: Seconds
 
     @property
     def link_bytes_per_second(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -471,6 +472,42 @@ def test_what_doctor_measured_changes_a_plan(
     assert (components["context"], components["communicators"]) == (100 * 2**20, 50 * 2**20)
     # Twenty times the launch time, on a model whose kernels are tiny.
     assert after["step_seconds"] > 5 * before["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": None}, "is empty: nothing was measured"),
+        ({"ranks": None, "error": "no GPU"}, "is empty: no GPU"),
+        ({"device": "cpu"}, "is a rehearsal on the CPU"),
+        ({"error": "a rank was lost"}, "ended early: a rank was lost"),
+        (
+            {"collectives": [{"kind": "all_gather", "ranks": 1, "bytes": 8, "seconds": 1.0}]},
+            "0.ranks: 1 is less",
+        ),
+        (
+            {"collectives": [{"kind": "all_gather", "ranks": 2, "bytes": 8, "seconds": 0}]},
+            "0.seconds: 0 is less",
+        ),
+        ({"products": [{"dtype": "bfloat16", "m": 1, "k": 1, "n": 1, "seconds": 0}]}, "0.seconds: 0 is less"),
+        (
+            {"copies": [{"kind": "device", "bytes": 1, "seconds": math.nan}]},
+            "0.seconds is not a finite number",
+        ),
+    ],
+)
+def test_measurements_without_figures_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = RankMeasurements("NVIDIA GeForce RTX 4090", "8.9", 24 << 30, 2, "nccl")
+    probe = Probe("cuda", "nccl", 2, sharded=True, equal=True, difference=0.0, ok=True, reason=None)
+    measured = Measurements("cuda", {"torch": "2.13.0"}, probe, ranks, None, 60.0)
+    data = json.loads(json.dumps(envelope("measurements", measured, measured)))
+    for name, value in changes.items():
+        (data if name in data else data["ranks"])[name] = value
+    (tmp_path / "measured.json").write_text(json.dumps(data))
+    assert run(["calibrate", "--measured", str(tmp_path / "measured.json")]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_the_function_returns_the_record_with_a_notebook_representation(model: str) -> None:
