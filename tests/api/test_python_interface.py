@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import math
 import pickle
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +147,21 @@ def test_one_text_stands_for_a_list_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("name", "options", "message"),
     [
-        (lambda path: fsdptool.emit_config("gpt2:small", processes="8"), "--processes must be a number"),
-        (lambda path: fsdptool.emit_config("gpt2:small", tp=2.5), "--tp must be a whole number, not 2.5"),
-        (lambda path: fsdptool.detect("gpt2:small", overrides="n_layer=2"), "--override must be a mapping"),
-        (lambda path: fsdptool.validate(path, gpu="L4", gpus="8"), "--gpus must be a number, not the text"),
-        (
-            lambda path: fsdptool.train(path, path, max_restarts=-1),
-            "--max-restarts must be at least 0, not -1",
-        ),
-        (lambda path: fsdptool.train(path, path, timeout=0), "--timeout must be at least 1, not 0"),
-        (lambda path: fsdptool.train(path, path, timeout=float("nan")), "--timeout must be a finite number"),
-        (lambda path: fsdptool.train(path, path, grace=-1), "--grace must be at least 0, not -1"),
+        ("emit_config", {"processes": "8"}, "--processes must be a number, not the text '8'"),
+        ("emit_config", {"tp": 2.5}, "--tp must be a whole number, not 2.5"),
+        ("detect", {"overrides": "n_layer=2"}, "--override must be a mapping of keys to values"),
+        ("validate", {"gpu": "L4", "gpus": "8"}, "--gpus must be a number, not the text '8'"),
+        ("train", {"config": "a.yaml", "max_restarts": -1}, "--max-restarts must be at least 0, not -1"),
+        ("train", {"config": "a.yaml", "timeout": 0}, "--timeout must be at least 1, not 0"),
+        ("train", {"config": "a.yaml", "timeout": math.nan}, "--timeout must be a finite number, not nan"),
+        ("train", {"config": "a.yaml", "grace": -1}, "--grace must be at least 0, not -1"),
     ],
 )
-def test_a_value_of_another_type_is_refused(
-    tmp_path: Path, call: Callable[[Path], object], message: str
-) -> None:
-    (tmp_path / "a.yaml").write_text(FSDP1)
+def test_a_value_of_another_type_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        call(tmp_path / "a.yaml")
+        getattr(fsdptool, name)("a.yaml", **options)
     assert refused.value.message.startswith(message)
 
 
@@ -175,7 +169,7 @@ def test_one_pattern_leaves_out_what_it_names_and_one_code_selects_its_rules(tmp
     for name in ("a.yaml", "b.yaml"):
         (tmp_path / name).write_text(FSDP1)
     left = fsdptool.validate(tmp_path, exclude="a.*").readings
-    assert [Path(reading.path).name for reading in left] == ["b.yaml"]
+    assert [Path(str(reading.path)).name for reading in left] == ["b.yaml"]
     selected = fsdptool.validate(tmp_path, select="FSD301").readings
     assert {item.code for reading in selected for item in reading.diagnostics} == {"FSD301"}
 
