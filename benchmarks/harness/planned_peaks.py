@@ -79,6 +79,6 @@ def compare(benchmark: str, rows: Mapping[str, Row], options: argparse.Namespace
         }
         sys.stdout.write(f"{name}: planned {memory:,}, measured {peaks}, {found[name]['difference']:+.2%}\n")
         sys.stdout.flush()
-    document = {"benchmark": benchmark, "libraries": {**library_versions(), **versions}, "rows": found}
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document = {"benchmark": benchmark, "libraries": {**library_versions(), **versions}, "rows": found}
+        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(abs(row["difference"]) > 0.02 for row in found.values()))

@@ -13,10 +13,13 @@ recipe does not run on CPUs: it asks for the memory statistics of a GPU.
 Instrument: torch's CPU allocator events (``torch.profiler`` with ``profile_memory``), summed from before the
 model exists; the peak is that of the last step, from one update of the optimizer to the next.
 
-Two properties of the inputs of ``trl reward`` matter. Rows of one length have no padding, and transformers
-drops their mask: attention repeats no keys and values, and two processes need 6 % less than planned. On one
-process, parameters stay views of the file that they were read from, so that a head of the file that rewards
-do not use stays in memory, too. The rows are therefore padded, and the file holds the trained weights alone.
+Rows of one length have no padding, and transformers drops a mask of ones: SDPA then repeats no keys and
+values, and keeps no mask. A plan takes rows of several lengths for granted; ``--lengths`` tells it that all
+have one. Rows that are named ``padded`` have two, and meet in each batch; so do those of ``trl reward``. A
+measured peak holds the next batch, too, which is on the host where ranks have GPUs.
+
+On one process, parameters stay views of the file that they were read from, so that a head of the file that
+rewards do not use stays in memory, too: the file holds the trained weights alone.
 """
 
 from __future__ import annotations
@@ -169,17 +172,24 @@ class Row:
         processes: One or two.
         keys: What its file says beside :data:`TRAINING` or :data:`TORCHTUNE`.
         sharded: Whether two processes use FSDP2, and not DDP.
+        padded: Whether rows have two lengths, so that each batch is padded and has a mask.
     """
 
     program: str
     processes: int
     keys: dict[str, Any] = field(default_factory=dict)
     sharded: bool = True
+    padded: bool = False
 
 
 DATA = {"sft": "texts", "dpo": "pairs", "kto": "judged", "reward": "short_pairs"}
 """Commands of TRL, and the data that each trains on."""
+PADDED_DATA = {"sft": "short_texts", "dpo": "short_pairs", "kto": "short_judged", "reward": "short_pairs"}
+"""The same with rows of two lengths, of which the longer is the sequence length."""
 _JUDGE = {"model_name_or_path": "judge"}
+_SEQUENTIAL = {"train_sampling_strategy": "sequential"}
+"""So that a longer and a shorter row of :data:`PADDED_DATA` meet in each batch."""
+_EAGER = {"attn_implementation": "eager"}
 _ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "trainer": {
@@ -232,6 +242,33 @@ _REPLICATED_ROWS = {
     "trainer": ("", "accumulation", "autocast", "autocast, accumulation"),
     "sft": ("autocast", "lora, autocast", "lora, autocast, recomputed"),
     "dpo": ("lora, autocast",),
+}
+_PADDED_ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    "sft": {
+        "": _SEQUENTIAL,
+        "eager": {**_SEQUENTIAL, **_EAGER},
+        "lora": {**_SEQUENTIAL, **_ADAPTERS},
+        "lora, eager": {**_SEQUENTIAL, **_ADAPTERS, **_EAGER},
+        "lora, autocast, recomputed": {
+            **_SEQUENTIAL, **_ADAPTERS, "bf16": True, "gradient_checkpointing": True,
+        },
+    },
+    "dpo": {
+        "": {},
+        "eager": _EAGER,
+        "lora": _ADAPTERS,
+        "lora, eager": {**_ADAPTERS, **_EAGER},
+        "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
+    },
+    "kto": {"": {}},
+}  # fmt: skip
+ROWS |= {
+    ", ".join(filter(None, (program, f"{count} process" + "es" * (count > 1), "padded", name))): Row(
+        program, count, keys, padded=True
+    )
+    for program, variants in _PADDED_ROWS.items()
+    for name, keys in variants.items()
+    for count in (1, 2)
 }
 ROWS |= {
     ", ".join(filter(None, (program, "2 processes, DDP", name))): Row(
@@ -304,6 +341,12 @@ def make_inputs(folder: Path) -> None:
         for i, pair in enumerate(pairs)
     ]
     named: dict[str, list[Any]] = {"texts": texts, "pairs": pairs, "short_pairs": short, "judged": judged}
+    named["short_texts"] = [{"text": text(i, 2 * SEQUENCE if i % 2 else SEQUENCE // 2)} for i in range(64)]
+    named["short_judged"] = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in short
+        for side in ("chosen", "rejected")
+    ]
     for name, rows in named.items():
         (folder / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -328,7 +371,7 @@ def command_of(row: Row, folder: Path) -> list[str]:
         return [*(("accelerate", "launch", *launch) if launch else ("python",)), "train.py", *flags]
     given = {
         **TRAINING,
-        "dataset_name": DATA[row.program],
+        "dataset_name": (PADDED_DATA if row.padded else DATA)[row.program],
         "max_length": SEQUENCE,
         **row.keys,
     }
@@ -373,7 +416,12 @@ def row_of(row: Row, python: str, folder: Path) -> tuple[dict[str, Any], dict[st
     make_inputs(folder)
     command = command_of(row, folder)
     model = row.keys.get("model_name_or_path", TRAINING["model_name_or_path"])
-    plan = plan_document(["--gpus", str(row.processes), "--model", model, "--", *command], folder)
+    words = ["--gpus", str(row.processes), "--model", model]
+    if not row.padded and row.program != "reward":
+        # All rows are as long as the sequence, which no file says.
+        (folder / "lengths.csv").write_text(f"{SEQUENCE},64\n", encoding="utf-8")
+        words += ["--lengths", "lengths.csv"]
+    plan = plan_document([*words, "--", *command], folder)
     return {"command": " ".join(command)}, plan, measured(row, command, folder, python)
 
 

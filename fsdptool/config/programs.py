@@ -30,6 +30,8 @@ class ProgramLoop:
         marks_last: Whether it calls ``set_is_last_backward``.
         outside_in_root: Whether embedding and head belong to the root, in the native layout.
         wraps_adapters: Whether ``peft.get_peft_model`` puts a model with adapters into one of its own.
+        hides_padding: Rows of a forward from which on a mask hides the padding of rows that are not packed: 1
+            where it fills a lone row up to a multiple, too; 0: the model gets no mask.
         not_planned: What a plan of it leaves out.
         source: Where this can be read.
     """
@@ -44,6 +46,7 @@ class ProgramLoop:
     marks_last: bool = False
     outside_in_root: bool = False
     wraps_adapters: bool = False
+    hides_padding: int = 0
     not_planned: tuple[NotPlanned, ...] = ()
 
 
@@ -73,7 +76,9 @@ ACCELERATE_LOOP = ProgramLoop(
     gradients="unsharded",
     loss="whole",
     loss_in_forward=True,
-    source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py",
+    source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py;"
+    " transformers 5.23 data/data_collator.py (attention_mask)",
+    hides_padding=2,
     not_planned=("autocast", "outputs", "stored_dtype", "encoders"),
 )
 """A loop that prepares its model with accelerate, accumulates with it and gives the model its labels."""
@@ -86,6 +91,14 @@ TRAINER_LOOP = replace(
     not_planned=("autocast", "fused_loss", "stored_dtype"),
 )
 """transformers' Trainer, and the programs that are built on it."""
+
+
+_FILLS_UP = replace(
+    TRAINER_LOOP,
+    source=f"{TRAINER_LOOP.source}; pad_to_multiple_of of axolotl 0.19 core/builders/causal.py and of"
+    " LLaMA-Factory 0.9 train/sft/workflow.py",
+    hides_padding=1,
+)
 
 
 _AFTER_FORWARD = replace(
@@ -144,9 +157,9 @@ PROGRAMS = {
         ),
         Program("fsdptool", "fsdptool's own trainer, started on an accelerate YAML", "fsdptool"),
         Program("trainer", "transformers' TrainingArguments", "transformers", None, "5.23.0", TRAINER_LOOP),
-        Program("axolotl", "axolotl", "axolotl", "0.19.0", loop=TRAINER_LOOP),
+        Program("axolotl", "axolotl", "axolotl", "0.19.0", loop=_FILLS_UP),
         # Its FSDP keys are transformers'.
-        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0", TRAINER_LOOP),
+        Program("llamafactory", "LLaMA-Factory", "transformers", "5.23.0", "5.23.0", _FILLS_UP),
         Program(
             "simpletuner",
             "SimpleTuner",

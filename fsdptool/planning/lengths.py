@@ -145,7 +145,7 @@ def _plan(
     return LengthsPlan(
         padding=inputs.recipe.data.padded,
         samples=lengths.samples,
-        shortest=min(lengths.counts[0].length, limit),
+        shortest=min(lengths.shortest, limit),
         longest=min(lengths.longest, limit),
         padding_share=padding,
         tokens_per_second=speed,

@@ -29,6 +29,11 @@ class SampleLengths:
         return sum(item.count for item in self.counts)
 
     @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sample."""
+        return self.counts[0].length
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return self.counts[-1].length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from fsdptool.errors import ConfigError, FsdptoolError, InputsError
+from fsdptool.families.objectives.language import CausalLM
+from fsdptool.families.protocol import TensorSpec
 from fsdptool.families.registry import family_of
 from fsdptool.garbage import without_gc
 from fsdptool.inspection import inspect
@@ -45,13 +48,21 @@ from fsdptool.records.trace import Profile, Trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from fsdptool.families.protocol import TensorSpec
+    from fsdptool.families.protocol import Objective
 
 
 _DRAWN = (
     "the model decides shapes by values that depend on its weights, for example by how many tokens each"
     " expert receives: the figures are those of random values, which spread tokens about evenly over experts"
 )
+
+
+_MASK = "attention_mask"
+_PADDED = (
+    "rows of several lengths are planned: a mask hides their padding, of which each layer keeps a copy"
+    " (samples x tokens x tokens{kernel}); --lengths tells that rows have one length"
+)
+_NO_FLASH = ", for the memory-efficient kernel of SDPA: its flash kernel takes no mask"
 
 
 @contextmanager
@@ -89,9 +100,11 @@ def make_trace(
     plan = plan_units(trained, run)
     objective = objective_for(recipe, spec)
     try:
-        specs = family_of(spec).batch_spec(spec.config, recipe)
+        given = family_of(spec).batch_spec(spec.config, recipe)
     except InputsError as error:
         return without_activations(anatomy, recipe, profile, f"{error.message}: {error.help}")
+    specs = with_padding_mask(given, run, objective)
+    padded = len(specs) > len(given)
     teacher_trace = _trace_teacher(teacher, run, profile, specs, alike) if teacher is not None else None
 
     base_notes: list[str | None] = []
@@ -154,8 +167,33 @@ def make_trace(
         + tuple(why for part in off_step for why in part.unknowns),
         notes=traced.notes
         + tuple(note for note in base_notes if note is not None)
+        + (_told_padding(recipe, profile) if padded else ())
         + ((FLOAT8_NOTE,) if run.settings.mixed_precision == "fp8" else ()),
     )
+
+
+def with_padding_mask(
+    specs: tuple[TensorSpec, ...], run: ResolvedRun, objective: Objective
+) -> tuple[TensorSpec, ...]:
+    """Return a micro-batch with the mask that a loop gives a decoder whose rows have several lengths.
+
+    Encoders always have one. Ranks that share sequences take none, and flash kernels need none.
+    """
+    tokens = next((item for item in specs if item.name == "input_ids"), None)
+    rows = math.prod(tokens.shape[:-1]) if tokens is not None else 0
+    plain = run.mesh.cp == 1 and run.recipe.model.attention not in FUSED_ATTENTION
+    least = run.loop.hides_padding
+    if tokens is None or not plain or not 0 < least <= rows or not isinstance(objective, CausalLM):
+        return specs
+    if any(item.name == _MASK for item in specs):
+        return specs
+    return (*specs, TensorSpec(_MASK, tokens.shape, "int64", "mask"))
+
+
+def _told_padding(recipe: Recipe, profile: Profile) -> tuple[str, ...]:
+    if recipe.model.attention == "eager":  # it makes a mask for rows of one length, too
+        return ()
+    return (_PADDED.format(kernel=_NO_FLASH if profile == "cuda" else ""),)
 
 
 def _autocasts(plan: UnitPlan, anatomy: Anatomy) -> bool:

@@ -21,6 +21,8 @@ from fsdptool.records.sharding import Loading
 if TYPE_CHECKING:
     from fsdptool.config.programs import ProgramLoop
     from fsdptool.config.result import Reading
+    from fsdptool.records.lengths import SampleLengths
+    from fsdptool.records.recipe import Recipe
 
 OWN = "fsdptool"
 
@@ -111,6 +113,27 @@ def training_loop(
         wraps_adapters=does is not None and does.wraps_adapters and version == 2,
         not_planned=_open(does, loss, mixed, outputs is not None) if does is not None else (),
     )
+
+
+def hides_padding(
+    followed: Followed, recipe: Recipe, lengths: SampleLengths | None, full_rows: bool = False
+) -> int:
+    """Return the rows of a forward from which on the loop gives the model a mask of their padding.
+
+    Rows of one length have no padding, and transformers drops a mask of ones (5.23, ``masking_utils.py``).
+
+    Args:
+        followed: The loop.
+        recipe: Of the run.
+        lengths: Of the samples, where they are known.
+        full_rows: Whether every row is padded to the sequence length.
+    """
+    does, limit = followed.does, recipe.batch.sequence_length
+    if does is None or not does.hides_padding or recipe.data.packing:
+        return 0
+    if lengths is not None and limit is not None and lengths.shortest >= limit:
+        return 0
+    return 1 if full_rows else does.hides_padding
 
 
 def _open(does: ProgramLoop, loss: str | None, mixed: bool, outputs: bool) -> tuple[NotPlanned, ...]:
