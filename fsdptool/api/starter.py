@@ -107,14 +107,16 @@ def look_at(path: str, objective: Objective) -> DataLook:
         **dict.fromkeys(TEXT_SUFFIXES, "text"),
         **dict.fromkeys(STILLS, "images"),
     }
-    files = [place] if place.is_file() else list(itertools.islice(place.rglob("*"), _FILES))
+    below = itertools.islice(place.rglob("*"), _FILES)
+    files = [place] if place.is_file() else [file for file in below if file.is_file()]
     counted = Counter(kinds[file.suffix.lower()] for file in files if file.suffix.lower() in kinds)
     if not counted:
         raise ConfigError(
             f"--data {path} contains no file of a known kind",
             help=f"fsdptool reads {', '.join(sorted(kinds))} (docs/how-to/name-data.md)",
         )
-    found = counted.most_common(1)[0][0]
+    # Of as many files of two kinds, texts describe the others.
+    found = max(counted, key=lambda kind: (counted[kind], kind != "text"))
     # Pictures come with captions in text files beside them.
     source = "images" if "images" in counted else found
     if source == "images":
@@ -152,6 +154,8 @@ def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -
     if data.source == "text":
         return DataLook(data, "text", (), None)
     columns = tuple(str(name) for name in rows[0])
+    if not columns:
+        raise ConfigError(f"--data {data.path}: the first row is empty", help="write text into each row")
     if objective.samples == "documents":
         for name in columns:
             turns = rows[0][name]
@@ -190,14 +194,21 @@ def _is_chat(value: Any) -> bool:
 
 
 def _chat(data: Data, column: str, columns: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) -> DataLook:
-    if not all("role" in turn for turn in rows[0][column]):
-        shown = ", ".join(sorted(map(str, rows[0][column][0])))
+    chats = [row[column] for row in rows if row.get(column)]
+    if not all(map(_is_chat, chats)):
         raise ConfigError(
-            f"--data {data.path}: the turns of {column} have the keys {shown}, not role and content",
+            f"--data {data.path}: {column} is a list of turns only in some rows",
+            help="write a list of {role, content} in every row",
+        )
+    strange = next((turn for chat in chats for turn in chat if "role" not in turn), None)
+    if strange is not None:
+        shown = ", ".join(sorted(map(str, strange)))
+        raise ConfigError(
+            f"--data {data.path}: a turn of {column} has the keys {shown}, not role and content",
             help="rename them, for example with datasets.map",
         )
     options = {} if column == "messages" else {"messages_column": column}
-    longest = max(sum(len(str(t.get("content") or "")) for t in row.get(column) or ()) for row in rows)
+    longest = max(sum(len(str(turn.get("content") or "")) for turn in chat) for chat in chats)
     # A column of this name would take precedence over the messages.
     text_column = "text" if "text" not in columns else column
     return DataLook(replace(data, text_column=text_column, options=options), "chat", columns, longest)

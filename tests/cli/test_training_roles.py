@@ -191,6 +191,7 @@ def test_columns_are_recognised(
     ("name", "row", "objective", "words"),
     [
         ("a.jsonl", {"talk": [{"from": "human", "value": "hi"}]}, "causal_lm", "keys from, value"),
+        ("a.jsonl", {}, "causal_lm", "the first row is empty"),
         ("a.jsonl", {"n": 1}, "causal_lm", "none of the columns n holds text"),
         ("a.jsonl", {"text": "x"}, "classification", "no label among the columns text"),
         ("a.jsonl", {"text": "x"}, "flow_matching", "is trained on images"),
@@ -203,6 +204,33 @@ def test_data_that_do_not_suit(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         look_at(str(rows(tmp_path / name, row)), objective_named(objective))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"messages": 5}, "messages is a list of turns only in some rows"),
+        ({"messages": "hi"}, "messages is a list of turns only in some rows"),
+        ({"messages": [3]}, "messages is a list of turns only in some rows"),
+        (
+            {"messages": [*CHAT["messages"], {"content": "hi"}]},
+            "a turn of messages has the keys content, not role",
+        ),
+    ],
+)
+def test_every_row_of_chats_is_looked_at(tmp_path: Path, second: dict[str, object], words: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(CHAT)}\n{json.dumps(second)}\n")
+    with pytest.raises(ConfigError, match=words):
+        look_at(str(path), objective_named("causal_lm"))
+
+
+def test_a_page_about_the_data_and_folders_do_not_count_as_data(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# About these rows")
+    (tmp_path / "parts.json").mkdir()
+    rows(tmp_path / "rows.jsonl", {"story": "long text"})
+    look = look_at(str(tmp_path), objective_named("causal_lm"))
+    assert (look.data.source, look.data.text_column) == ("jsonl", "story")
 
 
 SMALL_RUN = """\
