@@ -16,7 +16,7 @@ from fsdptool.config.lint_settings import FileHardware
 from fsdptool.config.no_run import why_no_run
 from fsdptool.errors import ConfigError, ExitCode, FsdptoolError
 from fsdptool.files.revisions import Revision, read_revision
-from fsdptool.files.text import SourceText, UnreadableError, is_file, read_source
+from fsdptool.files.text import SourceText, UnreadableError, exists, is_file, read_source
 from fsdptool.options import EXCLUDE, ISOLATED, Option, with_defaults
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict, EarlierRun
 from fsdptool.records.described_run import DescribedRun
@@ -38,8 +38,8 @@ class CheckOptions(TypedDict, total=False):
         "Check only what changed since this revision of git (origin/main), and say what the change did.")]
     gpu: Annotated[str | None, Option(
         "GPU of every file, instead of the hardware that the project's settings name.")]
-    gpus: Annotated[int | None, Option("GPUs per node.")]
-    nodes: Annotated[int | None, Option("Number of nodes.")]
+    gpus: Annotated[int | None, Option("GPUs per node.", minimum=1)]
+    nodes: Annotated[int | None, Option("Number of nodes.", minimum=1)]
     model: Annotated[str | None, Option("Model of the files, where their own is not known.")]
     exclude: Annotated[Sequence[str] | None, EXCLUDE]
     isolated: Annotated[bool, ISOLATED]
@@ -56,9 +56,12 @@ def check(files: Iterable[Path], options: CheckOptions, progress: Progress | Non
 
     Raises:
         ConfigError: Nothing says on which GPUs any of the files run, the project's settings are wrong, or the
-            revision does not exist.
+            revision or a named file does not exist.
+        PlanError: No GPU has the given name.
     """
     given = with_defaults(CheckOptions, options)
+    files = list(files)
+    _check_given(files, given)
     linter = Linter(exclude=given["exclude"], isolated=given["isolated"], suffixes=SUFFIXES)
     checker = _Checker(linter, given, read_revision(given["base"]) if given["base"] else None, progress)
     paths = linter.expand(files)
@@ -70,6 +73,18 @@ def check(files: Iterable[Path], options: CheckOptions, progress: Progress | Non
             " pyproject.toml",
         )
     return report
+
+
+def _check_given(files: Iterable[Path], given: CheckOptions) -> None:
+    """Refuse what would leave every file unplanned, or the one that is meant unread."""
+    if given["gpu"] is not None:
+        from fsdptool.planning.hardware import load_gpu
+
+        load_gpu(given["gpu"])
+    # A change since a revision may have removed a file.
+    named = (path for path in files if given["base"] is None and str(path) != "-")
+    if (lost := next((path for path in named if not exists(path)), None)) is not None:
+        raise ConfigError(f"{lost} does not exist", help="check the spelling")
 
 
 def exit_code(report: CheckReport) -> int:

@@ -229,3 +229,25 @@ def test_a_change_of_several_settings_names_them() -> None:
     )  # fmt: skip
     item = CheckedFile("a.yaml", None, None, "trl", "does_not_fit", smallest_change=together)
     assert change(item) == "micro batch 1, checkpointing full, PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lost.yaml"], "lost.yaml does not exist"),
+        ([".", "--gpu", "nope"], "unknown GPU 'nope'"),
+        ([".", "--gpu", "L4", "--gpus", "0"], "invalid value for '--gpus'"),
+        ([".", "--gpu", "L4", "--nodes", "0"], "invalid value for '--nodes'"),
+    ],
+)
+def test_a_mistake_in_the_call_is_no_answer(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n")
+    assert run(["check", *arguments]) == 2
+    assert message in capsys.readouterr().err
