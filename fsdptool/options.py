@@ -8,12 +8,11 @@ its parameters from ``fsdptool.cli.options.takes``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from numbers import Integral
-from pathlib import PurePath
 from typing import Any, TypeVar, cast, get_type_hints
 
 from fsdptool.errors import ConfigError, FsdptoolError
@@ -175,7 +174,7 @@ def with_defaults(options: type[_Options], given: _Options) -> _Options:
 
 
 def of_declared_type(item: Declared, value: Any, error: type[FsdptoolError]) -> Any:
-    """Return a value within the type and the bounds of its option; one text for a list is a list of one.
+    """Return a value within the type and the bounds of its option; one item for a list is a list of one.
 
     Args:
         item: The option.
@@ -196,4 +195,5 @@ def of_declared_type(item: Declared, value: Any, error: type[FsdptoolError]) -> 
     shapes = {kind.shape for kind in item.annotation.kinds}
     if shapes == {Shape.MAPPING} and not isinstance(value, Mapping):
         raise error(f"{flag} must be a mapping of keys to values, not {value!r}")
-    return (value,) if shapes == {Shape.LIST} and isinstance(value, str | PurePath) else value
+    alone = isinstance(value, str) or not isinstance(value, Iterable)
+    return (value,) if shapes == {Shape.LIST} and alone else value

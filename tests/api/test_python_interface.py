@@ -22,6 +22,8 @@ from fsdptool.cli.app import build_app, run
 from fsdptool.errors import ConfigError, PlanError, StorageError
 from fsdptool.launch.options import StartOptions
 from fsdptool.options import declared
+from fsdptool.planning.clusters import make_cluster
+from fsdptool.planning.hardware import load_gpu
 from fsdptool.planning.request.inputs import read_request
 from fsdptool.planning.request.options import Options
 
@@ -137,7 +139,9 @@ def test_messages_of_plan_name_arguments(options: dict[str, object], message: st
     assert (refused.value.help or "").startswith(advice)
 
 
-def test_one_text_stands_for_a_list_of_one() -> None:
+def test_one_item_stands_for_a_list_of_one() -> None:
+    cluster = make_cluster(load_gpu("L4"), 4)
+    assert read_request({"reference": "gpt2:small", "clusters": cluster}).inputs.clusters == (cluster,)  # type: ignore[typeddict-item]
     request = read_request(
         {"reference": "gpt2:small", "gpu": "L4", "wrap": "GPT2Block", "lora_targets": "c_attn"}
     )
