@@ -87,6 +87,10 @@ class SuggestionKind(StrEnum):
     LARGER_GPU = "larger_gpu"
 
 
+WITH_ALL_ABOVE = ", with all changes above"
+"""How the phrase of a suggestion ends whose settings are those of the suggestions before it, too."""
+
+
 class CostKind(StrEnum):
     """What a suggestion costs."""
 

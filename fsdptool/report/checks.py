@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdptool.formatting import amount, printable
-from fsdptool.records.advice import SuggestionKind
+from fsdptool.records.advice import WITH_ALL_ABOVE, SuggestionKind
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
 from fsdptool.report.code_scanning import artifact, sarif_log, workflow_command
 from fsdptool.report.plan_words import verdict
@@ -62,12 +62,18 @@ def change(item: CheckedFile) -> str:
     smallest = item.smallest_change
     if smallest is None:
         return ""
-    if smallest.kind is not SuggestionKind.COMBINED:
+    # A phrase may refer to a list that is not shown here.
+    what, above, _ = smallest.change.partition(WITH_ALL_ABOVE)
+    if smallest.kind is SuggestionKind.COMBINED:
+        changed, first = {**smallest.settings, **smallest.hardware}, []
+    elif above:
+        # The number of GPUs says over how many ranks a model is sharded.
+        changed = {name: value for name, value in smallest.settings.items() if name != "dp_shard"}
+        first = [what]
+    else:
         return smallest.change
-    # Its phrase refers to a list that is not shown here.
-    changed = {**smallest.settings, **smallest.hardware}
     words = [f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in changed.items()]
-    return ", ".join([*words, *(f"{name}={value}" for name, value in smallest.environment.items())])
+    return ", ".join([*first, *words, *(f"{name}={value}" for name, value in smallest.environment.items())])
 
 
 def message(item: CheckedFile) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
-from fsdptool.records.advice import Suggestion, SuggestionKind
+from fsdptool.records.advice import WITH_ALL_ABOVE, Suggestion, SuggestionKind
 from fsdptool.records.config_documents import CheckedFile
 from fsdptool.report.checks import change
 
@@ -229,6 +230,11 @@ def test_a_change_of_several_settings_names_them() -> None:
     )  # fmt: skip
     item = CheckedFile("a.yaml", None, None, "trl", "does_not_fit", smallest_change=together)
     assert change(item) == "micro batch 1, checkpointing full, PYTORCH_ALLOC_CONF=expandable_segments:True"
+    more = Suggestion(
+        f"16 GPUs in 2 nodes{WITH_ALL_ABOVE}", {"micro_batch": 1, "dp_shard": 16}, 1, True, "",
+        SuggestionKind.MORE_GPUS, hardware={"gpus": 8, "nodes": 2},
+    )  # fmt: skip
+    assert change(replace(item, smallest_change=more)) == "16 GPUs in 2 nodes, micro batch 1"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fsdptool.planning.candidate.point import changed_settings
 from fsdptool.planning.candidate.verdict import highest_total
 from fsdptool.planning.hardware import all_entries, expands, machine_for
 from fsdptool.planning.search.batch_sizes import spend_spare_memory
-from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
+from fsdptool.records.advice import WITH_ALL_ABOVE, Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import EXPANDABLE, Cluster, Gpu
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint, TrainingLoop
 from fsdptool.records.trace import ColourGroup
@@ -371,7 +371,7 @@ def _hardware(
         return []
     added = _added(inputs.clusters[start.cluster], cluster)
     changed = best != start or bool(added)
-    suffix = ", with all changes above" if changed else ", without CPU offload" if offloaded else ""
+    suffix = WITH_ALL_ABOVE if changed else ", without CPU offload" if offloaded else ""
     larger = [replace(cluster, nodes=cluster.nodes * factor) for factor in (2, 4, 8)]
     more = [
         _Change(
