@@ -54,9 +54,21 @@ def command(
         if dry_run:
             _print_dry_run(ready, format)
             if has_other_run(ready.folder, options):
-                say(f"note: {ready.folder} already contains a run: add --resume auto to continue it")
+                _say_other_run(ready.folder)
             return 0
         return _run(ready, format)
+
+
+def _say_other_run(folder: Path) -> None:
+    from fsdptool.launch.start import has_damaged_record
+
+    if has_damaged_record(folder):
+        say(
+            f"note: {folder / 'run.json'} is damaged, so that the run in this folder cannot be continued: add"
+            " --force to replace it, or choose another folder with --output"
+        )
+    else:
+        say(f"note: {folder} already contains a run: add --resume auto to continue it")
 
 
 def _starts_over(folder: Path) -> bool:

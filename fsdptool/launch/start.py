@@ -314,7 +314,16 @@ def run_folder(recipe: Path, output: str | Path | None) -> Path:
 def has_other_run(folder: Path, options: StartOptions) -> bool:
     """Return whether the folder contains a run that the options neither continue nor replace."""
     chosen = options["resume"] or options["force"] or options["start_over"]
-    return not chosen and is_run_folder(folder)
+    return not chosen and (is_run_folder(folder) or has_damaged_record(folder))
+
+
+def has_damaged_record(folder: Path) -> bool:
+    """Return whether a folder's ``run.json`` cannot be read, or describes no run of ``fsdptool train``."""
+    try:
+        read_start(folder)
+    except ConfigError:
+        return (folder / RUN).exists()
+    return False
 
 
 def _check_folder(folder: Path, options: StartOptions) -> int:

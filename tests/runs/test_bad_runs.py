@@ -193,6 +193,13 @@ def test_a_dry_run_does_not_mind_a_run_that_exists(place: Work, capsys: pytest.C
     assert f"note: {folder} already contains a run: add --resume auto to continue it" in said.err
     assert run([*place.arguments("run"), "--dry-run", "--resume", "auto"]) == 0
     assert "note:" not in capsys.readouterr().err
+    (folder / "run.json").write_text('{"schema": "run", "world_')
+    assert run([*place.arguments("run"), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert f"note: {folder / 'run.json'} is damaged" in said.err
+    assert "add --force to replace it" in said.err
+    assert "torch.distributed.run" in said.out or "torchrun" in said.out
+    assert run([*place.arguments("run"), "--dry-run", "--resume", "auto"]) == 2
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
