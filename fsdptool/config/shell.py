@@ -215,7 +215,7 @@ def find_commands(text: str) -> tuple[Command, ...]:
 
 
 def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Command]:
-    lines = sorted(text[start:end].strip() for start, end in spans)
+    lines = sorted(line.strip() for span in spans for line in _lines(text, *span))
     for start, end in spans:
         if not _HINT.search(text, start, end):
             continue
@@ -232,6 +232,18 @@ def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Comm
                 ):
                     continue  # a variable, and the line that starts what it holds says the rest
                 yield from _found(text, _spans(text, *inside), depth - 1)
+
+
+def _lines(text: str, start: int, end: int) -> Iterator[str]:
+    """Yield a line, and what it starts behind assignments or another program: ``srun --nodes 2 torchrun``."""
+    yield text[start:end]
+    program = _HINT.search(text, start, end)
+    if program is not None:
+        begin = program.start()
+        while begin > start and not text[begin - 1].isspace():
+            begin -= 1
+        if begin > start:
+            yield text[begin:end]
 
 
 def _begins(lines: list[str], words: str) -> bool:

@@ -86,10 +86,11 @@ ray job submit --working-dir . -- "$PY" -m verl.trainer.main_ppo \\
     assert (run.epochs, run.problems) == (3.0, ())
 
 
+@pytest.mark.parametrize("prefix", ["", "CUDA_VISIBLE_DEVICES=0 ", "srun --nodes 2 "])
 @pytest.mark.parametrize("interpreter", ["$LAUNCH", "python"])
-def test_a_variable_that_a_later_line_starts_is_not_a_command(interpreter: str) -> None:
+def test_a_variable_that_a_later_line_starts_is_not_a_command(interpreter: str, prefix: str) -> None:
     held = f'X="{interpreter} -m trl.scripts.sft"\n'
-    run = described(f"{held}echo $X\n$X --model_name_or_path gpt2 --output_dir o\n")
+    run = described(f"{held}echo $X\n{prefix}$X --model_name_or_path gpt2 --output_dir o\n")
     assert (run.program, run.model) == ("trl", "gpt2")
     run = described(f'{held[:-2]} --model_name_or_path gpt2 --output_dir o"\neval "$X"\n')
     assert (run.program, run.model) == ("trl", "gpt2")
