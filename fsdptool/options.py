@@ -187,11 +187,11 @@ def of_declared_type(item: Declared, value: Any, error: type[FsdptoolError]) -> 
         raise error(f"{flag} must be {expected}, not the text {value!r}")
     if kinds == {int} and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise error(f"{flag} must be a whole number, not {value!r}")
-    if isinstance(value, float) and not isfinite(value):
-        raise error(f"{flag} must be a finite number, not {value}")
     bounds = item.option.bounds()
     if isinstance(value, int | float) and not permits(bounds, value):
         raise error(f"{flag} must be {bounds_text(bounds)}, not {value}")
+    if isinstance(value, float) and not isfinite(value):
+        raise error(f"{flag} must be a finite number, not {value}")
     shapes = {kind.shape for kind in item.annotation.kinds}
     if shapes == {Shape.MAPPING} and not isinstance(value, Mapping):
         raise error(f"{flag} must be a mapping of keys to values, not {value!r}")

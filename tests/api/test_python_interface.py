@@ -159,7 +159,8 @@ def test_one_item_stands_for_a_list_of_one() -> None:
         ("validate", {"gpu": "L4", "gpus": "8"}, "--gpus must be a number, not the text '8'"),
         ("train", {"config": "a.yaml", "max_restarts": -1}, "--max-restarts must be at least 0, not -1"),
         ("train", {"config": "a.yaml", "timeout": 0}, "--timeout must be at least 1, not 0"),
-        ("train", {"config": "a.yaml", "timeout": math.nan}, "--timeout must be a finite number, not nan"),
+        ("train", {"config": "a.yaml", "timeout": math.nan}, "--timeout must be at least 1, not nan"),
+        ("train", {"config": "a.yaml", "timeout": math.inf}, "--timeout must be a finite number, not inf"),
         ("train", {"config": "a.yaml", "grace": -1}, "--grace must be at least 0, not -1"),
     ],
 )
