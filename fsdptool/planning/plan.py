@@ -243,12 +243,14 @@ def inspect_model(inputs: PlanInputs) -> tuple[ModelSpec, Anatomy]:
 
     Raises:
         ReferenceError: The model cannot be resolved.
+        PlanError: Its configuration names fewer positions than a sample has tokens.
         ModelError: It cannot be built.
     """
     from fsdptool.inspection import inspect
     from fsdptool.source import resolve_choice
 
     spec = resolve_choice(inputs.recipe.model, catalogue=True)
+    _check_length(spec, inputs.recipe)  # before it is built, which takes much longer
     return spec, inspect(spec, wrap=inputs.wrap, exclude=inputs.exclude)
 
 
@@ -258,6 +260,12 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
             f"{anatomy.total_parameters:,} parameters are too many for memory arithmetic",
             help="check the sizes in the configuration for a typing error",
         )
+    _check_length(spec, recipe)
+    # The family knows the rest: positions its configuration class defaults to, sizes images must have.
+    planned_batch(spec, recipe)
+
+
+def _check_length(spec: ModelSpec, recipe: Recipe) -> None:
     length = recipe.batch.sequence_length
     for key in ("max_position_embeddings", "n_positions"):
         positions = spec.config.get(key)
@@ -266,8 +274,6 @@ def _check_model(spec: ModelSpec, anatomy: Anatomy, recipe: Recipe) -> None:
                 f"sequence length {length:,} is beyond the {positions:,} positions of {spec.reference.id}",
                 help=f"use at most {positions}; to extend the context: --override {key}={length}",
             )
-    # The family knows the rest: positions its configuration class defaults to, sizes images must have.
-    planned_batch(spec, recipe)
 
 
 def _decided_flags(inputs: PlanInputs, point: SearchPoint, sample: SampleSize) -> list[str]:

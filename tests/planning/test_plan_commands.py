@@ -632,3 +632,15 @@ def test_bad_input_is_one_clear_line(
     assert lines[0].startswith("error: ")
     assert message in lines[0]
     assert len(lines) <= 2
+
+
+def test_a_length_that_the_configuration_refuses_is_told_before_the_model_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The heads of this model cannot be built."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 7, "num_hidden_layers": 1, "vocab_size": 64}
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    for length, told in (("256", "beyond the 128 positions"), ("128", "not a multiple of the number")):
+        assert run(["plan", str(tmp_path), *HARDWARE, "--seq-len", length]) == 2
+        assert told in capsys.readouterr().err
