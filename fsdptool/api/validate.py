@@ -31,7 +31,6 @@ from fsdptool.options import (
     with_defaults,
 )
 from fsdptool.records.diagnostic import Diagnostic
-from fsdptool.records.recipe import Batch, ModelChoice, Recipe, Sharding
 from fsdptool.records.sharding import Layout
 from fsdptool.scripts import SCRIPTS, mentions_fsdp
 from fsdptool.spelling import suggest_keywords
@@ -361,6 +360,7 @@ def _smallest_run(
     from fsdptool.modeling.resolve import resolve_run
     from fsdptool.planning import predict
     from fsdptool.planning.clusters import make_cluster
+    from fsdptool.records.recipe import Batch, ModelChoice, Recipe, Sharding
     from fsdptool.source import adapted
 
     sharding = Sharding(layout="native") if layout == "native" else Sharding(layout, reduce_dtype=None)

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -342,7 +341,7 @@ def write_file(path: Path, text: str, *, force: bool = False) -> None:
         StorageError: The file exists and ``force`` is not set, or it cannot be written.
     """
     check_free(path, force=force)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    aside = path.with_name(f".{path.name}.{os.urandom(6).hex()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("x", encoding="utf-8", newline="") as stream:

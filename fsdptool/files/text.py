@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import zlib
@@ -504,7 +503,7 @@ def create_file(path: Path, data: bytes) -> None:
     Raises:
         StorageError: It exists, also if another program has just created it, or it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    aside = path.with_name(f".{path.name}.{os.urandom(6).hex()}.part")
     try:
         with aside.open("xb") as stream:
             stream.write(data)
