@@ -235,14 +235,18 @@ def _found(text: str, spans: list[tuple[int, int]], depth: int) -> Iterator[Comm
 
 
 def _lines(text: str, start: int, end: int) -> Iterator[str]:
-    """Yield a line, and what it starts behind assignments or another program: ``srun --nodes 2 torchrun``."""
+    """Yield a line, and what it starts behind assignments or another program: ``srun --nodes 2 torchrun``.
+
+    A line that only mentions a program starts nothing: ``echo torchrun``.
+    """
     yield text[start:end]
     program = _HINT.search(text, start, end)
     if program is not None:
         begin = program.start()
         while begin > start and not text[begin - 1].isspace():
             begin -= 1
-        if begin > start:
+        before = list(words_of(text, start, begin))
+        if before and not any(_only_mentions(before, at) for at in range(len(before))):
             yield text[begin:end]
 
 
@@ -412,13 +416,19 @@ def _base(word: Node) -> str:
     return "python" if _PYTHON_VARIABLE.fullmatch(name) else name
 
 
+def _only_mentions(words: list[Node], at: int) -> bool:
+    """Say whether a word is a program that mentions the name of another without starting it."""
+    if _base(words[at]) not in _NOT_RUN or (at > 0 and words[at - 1].raw.startswith("-")):
+        return False  # ``srun --job-name test torchrun ...``
+    return at + 1 == len(words) or words[at + 1].value != "run"
+
+
 def _command(text: str, words: list[Node], end: int) -> Command | None:
     """Return the command that a program among the words begins, whatever starts that program."""
     for at, word in enumerate(words):
         name = _base(word)
         after = words[at + 1] if at + 1 < len(words) else None
-        option = at > 0 and words[at - 1].raw.startswith("-")  # ``srun --job-name test torchrun ...``
-        if name in _NOT_RUN and not option and (after is None or after.value != "run"):
+        if _only_mentions(words, at):
             return None
         if name == "automodel" and after is not None and _CONFIGURES.search(str(after.value)):
             return _parsed(text, Command(name, "", word.start, end), word.end)

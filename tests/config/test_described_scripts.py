@@ -96,6 +96,22 @@ def test_a_variable_that_a_later_line_starts_is_not_a_command(interpreter: str, 
     assert (run.program, run.model) == ("trl", "gpt2")
 
 
+@pytest.mark.parametrize(
+    ("mention", "start"),
+    [
+        ("echo $CMD", 'sbatch --wrap="$CMD"'),
+        ("echo Running: $CMD", 'ssh node --command="$CMD"'),
+        ("echo $CMD > log", 'sbatch --wrap="$CMD"'),
+        ("DRY=1 echo $CMD", 'sbatch --wrap="$CMD"'),
+        ("", "echo $CMD > log"),
+    ],
+)
+def test_a_line_that_prints_a_command_does_not_start_it(mention: str, start: str) -> None:
+    held = 'CMD="trl sft --model_name_or_path gpt2 --output_dir o --max_length 64"\n'
+    run = described(f"{held}{mention}\n{start}\n")
+    assert (run.program, run.model, run.sequence_length) == ("trl", "gpt2", 64)
+
+
 def test_megatron_is_out_of_scope_and_its_mesh_is_told() -> None:
     run = described(
         "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer actor_rollout_ref.model.path=a/b"
