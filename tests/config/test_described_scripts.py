@@ -136,6 +136,49 @@ def test_megatron_swift_is_told_and_not_planned() -> None:
     assert [item.changes for item in run.keys.not_modelled] == ["memory"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "packing", "joined"),
+    [
+        ("--packing false", False, False),
+        ("--packing False --stage pt", False, False),
+        ("--packing true", True, True),
+        ("--neat_packing false", False, False),
+        ("--neat_packing false --stage pt", True, True),
+        ("--packing false --neat_packing true", True, False),
+    ],
+)
+def test_llamafactory_packs_as_the_words_of_a_command_line_say(
+    flags: str, packing: bool, joined: bool
+) -> None:
+    run = described(f"llamafactory-cli train --do_train true --model_name_or_path gpt2 {flags}\n")
+    assert (run.packing, run.documents_joined) == (packing, joined)
+
+
+@pytest.mark.parametrize("word", ["true", "false", "False"])
+@pytest.mark.parametrize(
+    ("command", "fact", "when_true", "when_false"),
+    [
+        ("axolotl train axolotl.yml --fsdp_version 2 --fsdp_config.reshard_after_forward", "reshard",
+         True, False),
+        ("axolotl train axolotl.yml --fsdp_config.offload_params", "cpu_offload", True, False),
+        ("axolotl train axolotl.yml --fsdp_config.activation_checkpointing", "gradient_checkpointing",
+         "full", "none"),
+        ("automodel finetune llm -c automodel.yaml --distributed.reshard_after_forward", "reshard",
+         True, False),
+        ("trl dpo --model_name_or_path gpt2 --use_peft --lora_dropout 0.1 --disable_dropout", "lora_dropout",
+         0.0, 0.1),
+        ("llamafactory-cli train --do_train true --model_name_or_path gpt2 --quantization_bit 4"
+         " --double_quantization", "quantisation", "bnb nf4, double quantisation, storage = compute dtype",
+         "bnb nf4, no double quantisation, storage = compute dtype"),
+    ],
+)  # fmt: skip
+def test_false_on_a_command_line_switches_off(
+    tmp_path: Path, word: str, command: str, fact: str, when_true: object, when_false: object
+) -> None:
+    run = script(tmp_path, f"{command} {word}\n")
+    assert getattr(run, fact) == (when_true if word == "true" else when_false)
+
+
 def test_a_switch_may_be_negated() -> None:
     line = "trl sft --model_name_or_path gpt2 --dataset_name d --no_gradient_checkpointing --use_peft"
     run = described(f"{line} --no_remove_unused_columns\n")

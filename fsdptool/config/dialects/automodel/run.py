@@ -287,9 +287,9 @@ def _units(model: str | None, mesh: DescribedMesh, diffusion: bool) -> tuple[str
 
 def _reshard(read: RunReader, mesh: DescribedMesh) -> bool:
     """Every layer but the last is resharded; with experts divided, none unless the file says so."""
-    said = read.value("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
-    if said is not None:
-        return bool(said)
+    keys = "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward"
+    if any(map(read.has, keys)):
+        return read.flag(*keys)
     if (mesh.ep or 1) > 1:
         return bool(read.default("distributed.moe.reshard_after_forward", False, "distributed/config.py:178"))
     return (mesh.pp or 1) == 1

@@ -279,16 +279,19 @@ def _fsdp(read: RunReader) -> tuple[Any, dict[str, Any]]:
             "checkpoints": False,
         }
 
+    def keys(name: str) -> tuple[str, str]:
+        return f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}"
+
     def get(name: str) -> Any:
-        return read.value(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}")
+        return read.value(*keys(name))
 
     version = read.whole("fsdp_version") or get("version") or 1
     wrap = get("transformer_layer_cls_to_wrap")
     classes = tuple(part.strip() for part in wrap.split(",")) if isinstance(wrap, str) else _names(wrap)
-    reshard = get("reshard_after_forward")
-    return (2 if str(version) == "2" else 1), {
+    second, said = str(version) == "2", get("reshard_after_forward") is not None
+    return (2 if second else 1), {
         "wrap_classes": classes or None,
-        "reshard": True if reshard is None or version != 2 else bool(reshard),
-        "cpu_offload": bool(get("offload_params")) or "offload" in str(words),
-        "checkpoints": bool(get("activation_checkpointing")),
+        "reshard": read.flag(*keys("reshard_after_forward")) if second and said else True,
+        "cpu_offload": read.flag(*keys("offload_params")) or "offload" in str(words),
+        "checkpoints": read.flag(*keys("activation_checkpointing")),
     }

@@ -59,11 +59,11 @@ def describe(file: RunFile) -> DescribedRun:
             optimizer = f"{name}_layerwise" if layerwise else name
     facts["optimizer"] = optimizer
     sharded = facts["fsdp"] != "none"
-    rows = read.value("packing", "neat_packing")
-    if rows is None:
-        rows = read.default("packing", stage == "pt", "hparams/parser.py:520: on for stage pt")
-    packed = bool(rows) and stage in ("pt", "sft")
-    apart = read.flag("neat_packing")
+    apart, packs = read.flag("neat_packing"), read.flag("packing")
+    if not apart and not read.has("packing"):
+        packs = read.default("packing", stage == "pt", "hparams/parser.py:520: on for stage pt")
+    # hparams/data_args.py: neat_packing switches packing on, whatever packing says.
+    packed = (apart or packs) and stage in ("pt", "sft")
     losses = read.text("pref_loss") if stage == "dpo" else None
     if stage not in _OBJECTIVES:
         read.problems.append(f"LLaMA-Factory has no stage {stage}: it takes {', '.join(_OBJECTIVES)}")
@@ -101,8 +101,8 @@ def _quantisation(read: RunReader, bits: int | None) -> str:
         return "none"
     if bits == 8:
         return "bnb int8"
-    double = "no double" if read.raw("double_quantization") is False else "double"
-    read.use("double_quantization")
+    single = read.has("double_quantization") and not read.flag("double_quantization")
+    double = "no double" if single else "double"
     if read.raw("quantization_method") in ("bnb", "BNB", "bitsandbytes"):
         read.use("quantization_method")
     return f"bnb nf{bits}, {double} quantisation, storage = compute dtype"

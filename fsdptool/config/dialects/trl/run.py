@@ -116,8 +116,8 @@ def describe(file: RunFile) -> DescribedRun:
 def _dropout(read: RunReader, objective: str) -> float | None:
     """Return the dropout of adapters, which trainers of pairs switch off unless they are told not to."""
     dropout = read.number("lora_dropout")
-    named = read.value("disable_dropout")
-    off = objective in WITHOUT_DROPOUT if named is None else bool(named)
+    named = read.has("disable_dropout")
+    off = read.flag("disable_dropout") if named else objective in WITHOUT_DROPOUT
     return 0.0 if off else dropout
 
 
