@@ -160,6 +160,28 @@ def test_the_attention_of_a_file_is_planned(model: str, tmp_path: Path, named: s
         assert other == ("eager" if attention == "eager" else "sdpa")
 
 
+@pytest.mark.parametrize(
+    ("named", "given", "packing", "mask"),
+    [
+        ("flash_attention_2", None, True, False),
+        ("flash_attention_2", "sdpa", False, True),
+        ("flash_attention_2", "flash_attention_3", True, False),
+        ("sdpa", "flash_attention_2", True, False),
+        ("sdpa", None, False, True),
+    ],
+)
+def test_the_attention_that_is_planned_decides_whether_rows_are_padded(
+    model: str, tmp_path: Path, named: str, given: str | None, packing: bool, mask: bool
+) -> None:
+    path = tmp_path / "run.sh"
+    line = "trl sft --model_name_or_path org/model --output_dir o --bf16 true --max_length 64"
+    path.write_text(f"{line} --attn_implementation {named}\n")
+    asked = Options(reference=str(path), model=model, gpu="A100-80GB-SXM", search=False)
+    recipe = read_request(asked if given is None else asked | Options(attention=given)).inputs.recipe
+    assert (recipe.data.packing, recipe.data.document_mask) == (packing, mask)
+    assert recipe.model.attention == (given or named)
+
+
 @pytest.mark.slow
 def test_dropout_of_adapters_keeps_an_input_for_each(model: str, tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"

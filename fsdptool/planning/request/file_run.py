@@ -209,6 +209,7 @@ def file_run(
     *,
     cpu: bool = False,
     fused: bool = False,
+    attention: str | None = None,
     decided: Collection[str] = (),
     trusted: bool = False,
 ) -> FileRun:
@@ -221,6 +222,7 @@ def file_run(
         ranks: Ranks that the plan is for.
         cpu: Whether they are CPU processes.
         fused: Whether to take the fused attention that the file names, and not SDPA in its place.
+        attention: The attention that an option gives instead of the file's, or None.
         decided: Names of the options that override the file.
         trusted: Whether code that the file names as its model may be imported.
 
@@ -248,7 +250,7 @@ def file_run(
         choice,
         method=_method(run, choice, limits, decided),
         objective=Objective(_objective(run, limits)),
-        data=_data(run),
+        data=_data(run, attention or run.attention or ""),
         batch=_batch(run, ranks, limits, decided),
         optimizer=_optimizer(run, limits, cpu, decided),
         sharding=_sharding(run),
@@ -438,14 +440,14 @@ def _model_settings(run: DescribedRun, fused: bool) -> dict[str, Any]:
     return {"dtype": TORCH_DTYPES.get(stored or "", "auto"), "attention": attention}
 
 
-def _data(run: DescribedRun) -> Data:
+def _data(run: DescribedRun, attention: str) -> Data:
     """Return how samples share a shape.
 
     Flash kernels of variable length need no mask, neither one that keeps packed documents apart nor one that
     hides padding. What they allocate is what SDPA's flash kernel allocates. Where documents are joined,
     nothing keeps them apart.
     """
-    if run.documents_joined or "flash" in (run.attention or "").lower():
+    if run.documents_joined or "flash" in attention.lower():
         return Data(document_mask=False)
     return Data(packing=run.packing is not False)
 

@@ -183,6 +183,7 @@ def _from_file(
         ranks,
         cpu=cpu,
         fused=not cpu,
+        attention=options.get("attention"),
         decided=options.keys(),
         trusted=trusted,
     )
