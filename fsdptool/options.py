@@ -8,16 +8,20 @@ its parameters from ``fsdptool.cli.options.takes``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from math import isfinite
-from numbers import Integral
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.records.annotations import (
     Annotation,
+    Kind,
     Shape,
     annotation_at,
     bounds_text,
@@ -174,26 +178,75 @@ def with_defaults(options: type[_Options], given: _Options) -> _Options:
 
 
 def of_declared_type(item: Declared, value: Any, error: type[FsdptoolError]) -> Any:
-    """Return a value within the type and the bounds of its option; one item for a list is a list of one.
+    """Return a value within the type and the bounds of its option, in the type that the option declares.
+
+    Numbers of other libraries become ``int`` or ``float``, and lists become tuples; one item for a list is a
+    list of one.
 
     Args:
         item: The option.
         value: What is given for it.
         error: What is raised where the value has another type, or is a number beyond the option's bounds.
     """
-    kinds, flag = set(item.types), item.flags[0]
-    if isinstance(value, str) and kinds and kinds <= {int, float, bool}:
-        expected = "true or false" if kinds == {bool} else "a number"
-        raise error(f"{flag} must be {expected}, not the text {value!r}")
-    if kinds == {int} and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise error(f"{flag} must be a whole number, not {value!r}")
+    flag = item.flags[0].partition("/")[0]
+    kinds = item.annotation.kinds
+    shapes = {kind.shape for kind in kinds}
+    if shapes == {Shape.LIST}:
+        if isinstance(value, bytes | bytearray | Mapping):
+            raise error(f"{flag} must be a list, not {value!r}")
+        alone = isinstance(value, str) or not isinstance(value, Iterable)
+        (inner,) = kinds[0].items
+        items = [_scalar(flag, inner.kinds, each, error) for each in ([value] if alone else value)]
+        # A set has no order of its own: the same options give the same plan.
+        return tuple(sorted(items, key=str) if isinstance(value, Set) else items)
+    if shapes == {Shape.MAPPING}:
+        if not isinstance(value, Mapping):
+            raise error(f"{flag} must be a mapping of keys to values, not {value!r}")
+        return value
+    value = _scalar(flag, kinds, value, error)
     bounds = item.option.bounds()
     if isinstance(value, int | float) and not permits(bounds, value):
         raise error(f"{flag} must be {bounds_text(bounds)}, not {value}")
     if isinstance(value, float) and not isfinite(value):
         raise error(f"{flag} must be a finite number, not {value}")
-    shapes = {kind.shape for kind in item.annotation.kinds}
-    if shapes == {Shape.MAPPING} and not isinstance(value, Mapping):
-        raise error(f"{flag} must be a mapping of keys to values, not {value!r}")
-    alone = isinstance(value, str) or not isinstance(value, Iterable)
-    return (value,) if shapes == {Shape.LIST} and alone else value
+    return value
+
+
+def _scalar(flag: str, kinds: Sequence[Kind], value: Any, error: type[FsdptoolError]) -> Any:
+    """Return a text, a path, a number, a truth value or a record, as one of ``kinds``."""
+    types = {kind.type for kind in kinds}
+    if isinstance(value, Enum) and isinstance(value.value, str) and not isinstance(value, str):
+        value = value.value
+    if type(value) is not bool and isinstance(value, Real):
+        value = _number(flag, value, error)
+    if isinstance(value, bool):
+        fits = bool in types
+    elif isinstance(value, int | float):
+        # Beside a text, as in a size, a whole number may be written as 2e12.
+        fits = bool(types & {int, float}) and (isinstance(value, int) or types != {int})
+    elif isinstance(value, str):
+        fits = str in types
+    else:
+        fits = isinstance(value, tuple(types)) or (Path in types and isinstance(value, PathLike))
+    if not fits:
+        given = f"the text {value!r}" if isinstance(value, str) else repr(value)
+        # A text is a number in quotes more often than another value.
+        words = "a number" if isinstance(value, str) and types == {int} else _in_words(kinds)
+        raise error(f"{flag} must be {words}, not {given}")
+    return value
+
+
+def _number(flag: str, value: Real, error: type[FsdptoolError]) -> int | float:
+    """Return a number of any library as Python's own."""
+    try:
+        as_float = float(value)
+    except OverflowError:
+        raise error(f"{flag} must be a number below 1e308") from None
+    return int(value) if isinstance(value, Integral) else as_float
+
+
+def _in_words(kinds: Sequence[Kind]) -> str:
+    """Return what a value may be, as ``a text or a path``."""
+    known = {str: "a text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false"}
+    *words, last = [known.get(kind.type) or f"a {kind.type.__name__}" for kind in kinds]
+    return f"{', '.join(words)} or {last}" if words else last

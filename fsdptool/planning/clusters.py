@@ -157,7 +157,11 @@ def parse_size(value: float | str | None) -> int | None:
         size = value
     elif match := re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", value):
         size = _number(match[1], value) * _factor(match[2])
-    if size is None or not math.isfinite(size):
+    try:
+        is_size = size is not None and math.isfinite(size)
+    except OverflowError:  # A whole number that no float holds.
+        is_size = False
+    if size is None or not is_size:
         raise PlanError(f"{value!r} is not a size", help="write bytes, or text such as 512 GiB")
     # A whole number written as 2e12 is an integer to JSON Schema.
     return int(size)

@@ -11,9 +11,11 @@ import re
 import runpy
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer.main
 
@@ -25,7 +27,7 @@ from fsdptool.options import declared
 from fsdptool.planning.clusters import make_cluster
 from fsdptool.planning.hardware import load_gpu
 from fsdptool.planning.request.inputs import read_request
-from fsdptool.planning.request.options import Options
+from fsdptool.planning.request.options import Options, read_options
 
 ROOT = Path(__file__).parents[2]
 FSDP1 = """\
@@ -104,6 +106,25 @@ def test_an_unknown_keyword_names_the_nearest(name: str, word: str, advice: str)
         ({"gpu": "L4", "sequence_length": "512"}, "sequence_length must be a number, not the text '512'", ""),
         ({"gpu": "L4", "gpus": 2.5}, "gpus must be a whole number, not 2.5", ""),
         ({"gpu": "L4", "micro_batch": True}, "micro_batch must be a whole number, not True", ""),
+        ({"gpu": "L4", "micro_batch": np.int64(0)}, "micro_batch must be at least 1, not 0", ""),
+        ({"gpu": "L4", "ema": np.float32(5)}, "ema must be at least 0 and below 1, not 5.0", ""),
+        ({"gpu": "L4", "price": [1]}, "price must be a number, not [1]", ""),
+        ({"gpu": "L4", "price": True}, "price must be a number, not True", ""),
+        ({"gpu": "L4", "price": 10**400}, "price must be a number below 1e308", ""),
+        ({"gpu": 8}, "gpu must be a text, not 8", ""),
+        ({"gpu": "L4", "checkpointing": True}, "checkpointing must be a text, not True", ""),
+        ({"gpu": "L4", "precision": 5}, "precision must be a text, not 5", ""),
+        ({"gpu": "L4", "method": ["full"]}, "method must be a text, not ['full']", ""),
+        ({"gpu": "L4", "host_memory": [1]}, "host_memory must be a text or a whole number, not [1]", ""),
+        ({"gpu": "L4", "network": [1]}, "network must be a text or a number, not [1]", ""),
+        ({"gpu": "L4", "compile": 1}, "compile must be true or false, not 1", ""),
+        ({"gpu": "L4", "recipe": 1}, "recipe must be a text, a path or a Recipe, not 1", ""),
+        ({"gpu": "L4", "lora_targets": b"ab"}, "lora_targets must be a list, not b'ab'", ""),
+        ({"gpu": "L4", "wrap": {"A": 1}}, "wrap must be a list, not {'A': 1}", ""),
+        ({"gpu": "L4", "wrap": [1]}, "wrap must be a text, not 1", ""),
+        ({"gpu": "L4", "assume": 5}, "assume must be a text, not 5", ""),
+        ({"gpu": "L4", "assume": {"nope"}}, "assume='nope' is not supported", "choose one of: compile"),
+        ({"gpu": "L4", "assume": iter(["nope"])}, "assume='nope' is not supported", "choose one of: compile"),
         ({"gpu": "L4", "overrides": "n_layer=2"}, "overrides must be a mapping of keys to values", ""),
         ({"gpu": "L4", "assume": "nope"}, "assume='nope' is not supported", "choose one of: compile"),
         ({"gpu": "L4", "reshard": 0}, "reshard=0 is not supported", "write true, false or a number"),
@@ -148,6 +169,29 @@ def test_one_item_stands_for_a_list_of_one() -> None:
     assert request.inputs.wrap == ("GPT2Block",)
     assert request.inputs.recipe.method.lora is not None
     assert request.inputs.recipe.method.lora.targets == ("c_attn",)
+
+
+class Precision(Enum):
+    HALF = "bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("micro_batch", np.int64(2), 2),
+        ("ema", np.float32(0.5), 0.5),
+        ("price", 2, 2),
+        ("host_memory", 2e12, 2e12),
+        ("precision", Precision.HALF, "bf16"),
+        ("machine", Path("table.json"), Path("table.json")),
+        ("reshard", 2, 2),
+        ("wrap", iter(["A", "B"]), ("A", "B")),
+        ("wrap", {"B", "A"}, ("A", "B")),
+    ],
+)
+def test_a_value_is_read_in_the_declared_type(name: str, value: object, read: object) -> None:
+    given = read_options({name: value})[name]  # type: ignore[misc,literal-required]
+    assert (given, type(given)) == (read, type(read))
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,8 @@ def read_options(options: Options) -> Options:
             continue
         option, flag = declared()[name].option, declared()[name].flags[0]
         value = of_declared_type(declared()[name], value, PlanError)
+        if not is_given(value):
+            continue
         if isinstance(value, str) and (choices := option.allowed()):
             value = one_of(flag, value, choices)
         elif isinstance(value, Sequence) and (choices := option.choices):
