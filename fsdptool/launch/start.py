@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError, StorageError
-from fsdptool.files.text import private_folder
+from fsdptool.files.text import UnreadableError, private_folder
+from fsdptool.files.values import read_json
 from fsdptool.launch.command import LaunchCommand, build_command
 from fsdptool.launch.machine import claim_gpus
 from fsdptool.launch.options import StartOptions
@@ -74,7 +75,8 @@ def check_folder(folder: Path, *, resume: str | None, force: bool, start_over: b
         raise ConfigError(f"{folder} is a file", help="choose another folder with --output")
     if resume and resume != "auto":
         read_manifest(Path(resume))
-    if (folder / RUN).exists():
+    others = (folder / RUN).exists() and not _has_own_record(folder)
+    if (folder / RUN).exists() and (resume or not others):
         if resume:
             if resume == "auto" and not start_over:
                 check_loss(folder)
@@ -86,7 +88,7 @@ def check_folder(folder: Path, *, resume: str | None, force: bool, start_over: b
             )
         return 0
     # With our lock in it, it is left from a start that ended before the folder was complete.
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
+    if folder.is_dir() and any(folder.iterdir()) and (others or not (folder / LOCK).exists()):
         raise ConfigError(
             f"{folder} is not empty and does not contain a run",
             help="choose an empty or new folder with --output",
@@ -318,12 +320,25 @@ def has_other_run(folder: Path, options: StartOptions) -> bool:
 
 
 def has_damaged_record(folder: Path) -> bool:
-    """Return whether a folder's ``run.json`` cannot be read, or describes no run of ``fsdptool train``."""
+    """Return whether a folder's ``run.json`` cannot be parsed, or is one of ours that cannot be read."""
+    if not _has_own_record(folder):
+        return False
     try:
         read_start(folder)
     except ConfigError:
-        return (folder / RUN).exists()
+        return True
     return False
+
+
+def _has_own_record(folder: Path) -> bool:
+    """Return whether there is a ``run.json`` that another program did not write, as far as it can be read."""
+    if not (folder / RUN).exists():
+        return False
+    try:
+        document = read_json(folder / RUN)
+    except UnreadableError:
+        return True
+    return isinstance(document, dict) and document.get("schema") == "run"
 
 
 def _check_folder(folder: Path, options: StartOptions) -> int:

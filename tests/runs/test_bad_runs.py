@@ -151,7 +151,7 @@ def test_a_teacher_for_something_else(place: Work, capsys: pytest.CaptureFixture
 
 def test_a_run_is_never_overwritten_unasked(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
     (place.folder / "run").mkdir()
-    (place.folder / "run" / "run.json").write_text("{}")
+    (place.folder / "run" / "run.json").write_text('{"schema": "run"}')
     assert "already contains a run" in complain(place, capsys)
     assert "cannot be combined" in complain(place, capsys, "--resume", "auto", "--force")
 
@@ -200,6 +200,12 @@ def test_a_dry_run_does_not_mind_a_run_that_exists(place: Work, capsys: pytest.C
     assert "add --force to replace it" in said.err
     assert "torch.distributed.run" in said.out or "torchrun" in said.out
     assert run([*place.arguments("run"), "--dry-run", "--resume", "auto"]) == 2
+    capsys.readouterr()
+    (folder / "run.json").write_text('{"experiment": "mine"}')
+    for options in ((), ("--force",)):
+        assert run([*place.arguments("run"), "--dry-run", *options]) == 2, "another program wrote it"
+        refusal = capsys.readouterr().err
+        assert "is not empty and does not contain a run" in refusal and "--force" not in refusal
 
 
 def test_a_folder_of_somebody_elses_is_left_alone(place: Work, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,13 +235,13 @@ def test_a_run_that_came_and_went_meanwhile_is_not_overwritten(
     def slowly(*arguments: object, **options: object) -> PreparedRun:
         prepared = prepare(*arguments, **options)  # type: ignore[arg-type]
         made.parent.mkdir()
-        made.write_text("{}")
+        made.write_text('{"schema": "run"}')
         return prepared
 
     monkeypatch.setattr("fsdptool.launch.start.prepare", slowly)
     assert run(place.arguments("run")) == 2
     assert "already contains a run" in capsys.readouterr().err
-    assert made.read_text() == "{}"
+    assert made.read_text() == '{"schema": "run"}'
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
