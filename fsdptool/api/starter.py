@@ -109,16 +109,16 @@ def look_at(path: str, objective: Objective) -> DataLook:
     }
     below = itertools.islice(place.rglob("*"), _FILES)
     files = [place] if place.is_file() else [file for file in below if file.is_file()]
-    counted = Counter(kinds[file.suffix.lower()] for file in files if file.suffix.lower() in kinds)
-    if not counted:
+    sizes = _bytes_by_kind(files, kinds)
+    if not sizes:
         raise ConfigError(
             f"--data {path} contains no file of a known kind",
             help=f"fsdptool reads {', '.join(sorted(kinds))} (docs/how-to/name-data.md)",
         )
-    # Of as many files of two kinds, texts describe the others.
-    found = max(counted, key=lambda kind: (counted[kind], kind != "text"))
+    # The kind with the most bytes is the data; texts beside as much of another kind describe it.
+    found = max(sizes, key=lambda kind: (sizes[kind], kind != "text"))
     # Pictures come with captions in text files beside them.
-    source = "images" if "images" in counted else found
+    source = "images" if "images" in sizes else found
     if source == "images":
         if objective.samples not in ("latents", "labelled"):
             raise ConfigError(f"--data {path} holds images, and the model is trained on text")
@@ -127,7 +127,7 @@ def look_at(path: str, objective: Objective) -> DataLook:
         return DataLook(
             Data(source="images", path=path),
             "images",
-            samples=counted["images"],
+            samples=len(stills),
             pictures=tuple(map(picture_size, some)),
         )
     if objective.samples == "latents":
@@ -148,6 +148,15 @@ def look_at(path: str, objective: Objective) -> DataLook:
         samples = characters * len(rows) // written
     look = _rows(data_section, objective, rows[:_ROWS])
     return replace(look, samples=samples, characters=characters)
+
+
+def _bytes_by_kind(files: Sequence[Path], kinds: Mapping[str, str]) -> Counter[str]:
+    """Return the bytes of the files of each kind; texts about the data count as none."""
+    sizes: Counter[str] = Counter()
+    for file in files:
+        if (kind := kinds.get(file.suffix.lower())) is not None:
+            sizes[kind] += 0 if file.stem.upper() in _ABOUT else file.stat().st_size
+    return sizes
 
 
 def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -> DataLook:
@@ -407,6 +416,8 @@ def _save_interval(steps: int | None, seconds: float | None) -> int:
 
 
 _USUAL_INTERVAL = 100
+_ABOUT = ("README", "LICENSE", "LICENCE", "COPYING")
+"""Names of texts about data."""
 _PACKED = ("chat", "prompts", "text")
 _MORE = "Every key: fsdptool schema recipe, and docs/how-to/write-a-recipe.md"
 

@@ -225,8 +225,11 @@ def test_every_row_of_chats_is_looked_at(tmp_path: Path, second: dict[str, objec
         look_at(str(path), objective_named("causal_lm"))
 
 
-def test_a_page_about_the_data_and_folders_do_not_count_as_data(tmp_path: Path) -> None:
+def test_pages_about_the_data_and_folders_do_not_count_as_data(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# About these rows")
+    (tmp_path / "LICENSE.txt").write_text("Anybody may use these rows.\n" * 99)
+    (tmp_path / "changes.txt").write_text("New")
+    (tmp_path / "notes.txt").write_text("Old")
     (tmp_path / "parts.json").mkdir()
     rows(tmp_path / "rows.jsonl", {"story": "long text"})
     look = look_at(str(tmp_path), objective_named("causal_lm"))
