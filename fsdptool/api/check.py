@@ -76,7 +76,7 @@ def check(files: Iterable[Path], options: CheckOptions, progress: Progress | Non
 
 
 def _check_given(files: Iterable[Path], given: CheckOptions) -> None:
-    """Refuse what would leave every file unplanned, or the one that is meant unread."""
+    """Refuse an unknown GPU, with which no file could be planned, and named files that do not exist."""
     if given["gpu"] is not None:
         from fsdptool.planning.hardware import load_gpu
 

@@ -15,7 +15,7 @@ from fsdptool.config.dialects import known_programs
 from fsdptool.config.lint_settings import Baseline, LintSettings, find_settings, keep, read_baseline
 from fsdptool.config.reader import judged_or_failed, read_comments
 from fsdptool.config.result import Conditions, Reading, Verdict
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.config.rules.model import Hardware, Need
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.text import is_file, is_folder
@@ -226,7 +226,7 @@ class Linter:
     def codes(self, path: Path) -> frozenset[str]:
         """Return the codes that are reported in a file."""
         settings = self.settings(path)
-        findings = (Diagnostic(rule.code, "warning", rule.title) for rule in all_rules().values())
+        findings = (Diagnostic(rule.code, "warning", rule.title) for rule in file_rules().values())
         return frozenset(item.code for item in findings if settings.reports(item, path))
 
     def baseline_file(self, settings: LintSettings) -> Path | None:

@@ -22,7 +22,8 @@ def all_rules(beginning: str | None = None) -> dict[str, Rule]:
     """Return the rules by code.
 
     Args:
-        beginning: ``FSD`` loads the rules on configuration files alone, another one the others; None: all.
+        beginning: ``FSD`` loads the rules on configuration files and scripts, another one those on models and
+            failures; None: all.
     """
     found: list[Rule] = []
     if beginning != "FSD":
@@ -30,9 +31,9 @@ def all_rules(beginning: str | None = None) -> dict[str, Rule]:
 
         found += [*rules.RULES, *rules.failure_rules()]
     if beginning in ("FSD", None):
-        from fsdptool.config.rules import all_rules
+        from fsdptool.config.rules import file_rules
 
-        found = [*all_rules().values(), *found]
+        found = [*file_rules().values(), *found]
     return {rule.code: rule for rule in found}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdptool import spelling
 from fsdptool.config.result import Reading
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, read_source, replace_file
 from fsdptool.files.values import read_json
@@ -162,8 +162,8 @@ def check_codes(codes: Iterable[str], where: str) -> tuple[str, ...]:
     chosen = []
     for text in codes:
         for code in filter(None, (piece.strip().upper() for piece in text.split(","))):
-            if code != ALL and not any(known.startswith(code) for known in all_rules()):
-                near = spelling.nearest(code, all_rules(), cutoff=0.6)
+            if code != ALL and not any(known.startswith(code) for known in file_rules()):
+                near = spelling.nearest(code, file_rules(), cutoff=0.6)
                 advice = f"did you mean {near}?" if near else "`fsdptool rule` lists them"
                 raise ConfigError(f"{where}: {code} is not a rule, nor the beginning of one", help=advice)
             chosen.append(code)

@@ -24,7 +24,7 @@ from fsdptool.config.dialects.protocol import Dialect, DialectFinding, LintConte
 from fsdptool.config.edits import NotEditableError, Rewriter, edits_between
 from fsdptool.config.programs import Consumer
 from fsdptool.config.result import Conditions, Reading
-from fsdptool.config.rules import RULES, all_rules
+from fsdptool.config.rules import RULES, file_rules
 from fsdptool.config.rules.meaning import check_meaning
 from fsdptool.errors import FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
@@ -474,7 +474,7 @@ class Comments:
         if not codes:
             self.unknown.append((at, "ignore[] does not name a rule"))
         self.unknown.extend(
-            (at, f"{code} is not a rule") for code in sorted(codes - {"*"}) if code not in all_rules()
+            (at, f"{code} is not a rule") for code in sorted(codes - {"*"}) if code not in file_rules()
         )
         (self._file if own_line else self._lines.setdefault(number, set())).update(codes)
 

@@ -312,7 +312,7 @@ def _mistakes(error: Any, where: str, advice: str) -> Iterator[ConfigError]:
 
 
 def _of_same_type(error: Any) -> list[Any]:
-    """Return the violations of the one alternative whose type a value has; nothing where it is not one."""
+    """Return the violations of the alternative whose type a value has; none unless it is exactly one."""
     wrong_type = {item.schema_path[0] for item in error.context if item.validator == "type" and not item.path}
     fits = {item.schema_path[0] for item in error.context} - wrong_type
     return [item for item in error.context if item.schema_path[0] in fits] if len(fits) == 1 else []

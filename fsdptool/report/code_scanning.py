@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, tool_version
 
@@ -94,7 +94,7 @@ def sarif_log(rules: Sequence[object], results: Sequence[object]) -> dict[str, A
 
 
 def _rule(code: str) -> dict[str, Any]:
-    rule = all_rules()[code]
+    rule = file_rules()[code]
     return {
         "id": code,
         "shortDescription": {"text": rule.title},

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from fsdptool.config.lint_settings import selector_of
 from fsdptool.config.result import Reading
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.files.text import SourceText
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic, Severity
@@ -113,7 +113,7 @@ def source_view(
     beside: dict[int, list[ShownFinding]] = {}
     elsewhere = []
     for item in reading.diagnostics:
-        rule = all_rules().get(item.code)
+        rule = file_rules().get(item.code)
         finding = ShownFinding(
             item,
             rule.title if rule is not None else "",

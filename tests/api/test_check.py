@@ -246,7 +246,7 @@ def test_a_change_of_several_settings_names_them() -> None:
         ([".", "--gpu", "L4", "--nodes", "0"], "invalid value for '--nodes'"),
     ],
 )
-def test_a_mistake_in_the_call_is_no_answer(
+def test_a_mistake_in_the_call_is_refused(
     arguments: list[str],
     message: str,
     tmp_path: Path,

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from fsdptool.cli.app import run
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.records.diagnostic import Example
 
 SHOWN = {
     code: rule.example
-    for code, rule in all_rules().items()
+    for code, rule in file_rules().items()
     if rule.example is not None and rule.family != "scripts"  # tests/scripts
 }
 
@@ -29,7 +29,7 @@ def codes(text: str, options: str, folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_every_rule_that_a_text_can_show_has_an_example() -> None:
     # A file that is absent, too large or not UTF-8; a broken plugin; a model that no family ships.
-    left = {code for code in all_rules().keys() - SHOWN.keys() if all_rules()[code].family != "scripts"}
+    left = {code for code in file_rules().keys() - SHOWN.keys() if file_rules()[code].family != "scripts"}
     assert left == {"FSD101", "FSD102", "FSD103", "FSD115", "FSD413"}
 
 
@@ -42,6 +42,6 @@ def test_the_example_is_what_the_rule_finds(
     passing = example.options if example.passing is None else example.passing
     found = codes(example.passes, passing, tmp_path, capsys)
     assert code not in found
-    rules = [all_rules()[item] for item in found]
+    rules = [file_rules()[item] for item in found]
     unreadable = [item for item in rules if item.family == "parse" and item.severity == "error"]
     assert not unreadable, "the file is judged at all"

@@ -224,7 +224,7 @@ RULES: dict[str, Rule] = {
 
 
 @cache
-def all_rules() -> dict[str, Rule]:
+def file_rules() -> dict[str, Rule]:
     """Return the rules on configuration files and on scripts, by code, in the order of the codes.
 
     Those on scripts are imported here only: they stand with their checks, which no configuration file needs.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fsdptool.config.rules import all_rules
+from fsdptool.config.rules import file_rules
 from fsdptool.formatting import printable
 from fsdptool.records.diagnostic import Diagnostic
 from fsdptool.report.code_scanning import listed
@@ -117,7 +117,7 @@ def render_statistics(
     for row in rows:
         fixable = f" ({row.fixable} with a fix)" if row.fixable else ""
         severity = paint(f"{row.severity:<7}", row.severity, colour)
-        line = f"{row.count:>{digits}}  {severity}  {row.code}  {all_rules()[row.code].title}{fixable}"
+        line = f"{row.count:>{digits}}  {severity}  {row.code}  {file_rules()[row.code].title}{fixable}"
         lines.extend(wrap_line(line, width) if width is not None else [line])
     return "".join(f"{line}\n" for line in lines)
 
