@@ -30,8 +30,9 @@ class ProgramLoop:
         marks_last: Whether it calls ``set_is_last_backward``.
         outside_in_root: Whether embedding and head belong to the root, in the native layout.
         wraps_adapters: Whether ``peft.get_peft_model`` puts a model with adapters into one of its own.
-        hides_padding: Rows of a forward from which on a mask hides the padding of rows that are not packed: 1
-            where it fills a lone row up to a multiple, too; 0: the model gets no mask.
+        masked_from_rows: Number of rows of a forward from which on the model gets a mask of their padding,
+            where rows are not packed. 2: rows are padded to the longest. 1: a row alone is filled up, too.
+            0: the model gets no mask.
         not_planned: What a plan of it leaves out.
         source: Where this can be read.
     """
@@ -46,7 +47,7 @@ class ProgramLoop:
     marks_last: bool = False
     outside_in_root: bool = False
     wraps_adapters: bool = False
-    hides_padding: int = 0
+    masked_from_rows: int = 0
     not_planned: tuple[NotPlanned, ...] = ()
 
 
@@ -78,7 +79,7 @@ ACCELERATE_LOOP = ProgramLoop(
     loss_in_forward=True,
     source="accelerate 1.15 accelerator.py (no_sync, accumulate, prepare_model), utils/fsdp_utils.py;"
     " transformers 5.23 data/data_collator.py (attention_mask)",
-    hides_padding=2,
+    masked_from_rows=2,
     not_planned=("autocast", "outputs", "stored_dtype", "encoders"),
 )
 """A loop that prepares its model with accelerate, accumulates with it and gives the model its labels."""
@@ -97,7 +98,7 @@ _FILLS_UP = replace(
     TRAINER_LOOP,
     source=f"{TRAINER_LOOP.source}; pad_to_multiple_of of axolotl 0.19 core/builders/causal.py and of"
     " LLaMA-Factory 0.9 train/sft/workflow.py",
-    hides_padding=1,
+    masked_from_rows=1,
 )
 
 
@@ -114,6 +115,7 @@ _SCRIPT = ProgramLoop(
     loss="whole",
     loss_in_forward=True,
     outside_in_root=True,
+    masked_from_rows=2,
     source="torch 2.13 distributed/fsdp/_fully_shard (a script that calls fully_shard or FSDP itself)",
     not_planned=("outputs",),
 )

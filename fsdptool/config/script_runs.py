@@ -286,7 +286,8 @@ def _of_unsloth(run: DescribedRun, recompute: object) -> DescribedRun:
     """Return a run of TRL whose model unsloth loaded.
 
     ``True`` recomputes layers, ``"unsloth"`` keeps their inputs in host memory, too; adapters are fp32; the
-    loss holds the logits of one chunk (unsloth 2025.11 ``models/_utils.py``; unsloth-zoo 2025.11
+    loss holds the logits of one chunk; its models ignore the mask while training (unsloth 2025.11
+    ``models/_utils.py``, ``models/llama.py``; unsloth-zoo 2025.11
     ``training_utils.py``, ``fused_losses/cross_entropy_loss.py``).
     """
     how: Literal["none", "full", "offload"] | None = None
@@ -299,6 +300,7 @@ def _of_unsloth(run: DescribedRun, recompute: object) -> DescribedRun:
         # The forward computes it from labels; trainers of preferences give none.
         fused_loss="chunked" if run.objective in ("sft", "pretrain") else run.fused_loss,
         stored_dtype=stored,
+        takes_mask=False,
         optimizer_state_bits=state_bits(run.optimizer, stored),
         keys=replace(
             run.keys,

@@ -394,7 +394,7 @@ def _common_details(
     return PlanDetails(
         model=inputs.model,
         clusters=tuple(describe(cluster) for cluster in inputs.clusters),
-        notes=tuple(estimator.notes),
+        notes=estimator.notes_at(point, cluster),
         dtypes=estimator.stored_dtypes(point, cluster),
         wrap_classes=estimator.anatomy.wrap.classes,
         adapter=estimator.spec.adapter is not None,

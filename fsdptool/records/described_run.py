@@ -144,8 +144,9 @@ class DescribedRun:
         height, width, frames: Pixels and frames of a sample.
         pixel_area: Pixels of the largest image or frame, where its sides vary.
         packing: Whether samples are joined into full rows.
-        full_rows: Whether rows that are not packed are all padded to the sequence length; null: only to the
-            longest of their batch, or that is not known.
+        full_rows: Whether rows that are not packed are all padded to the sequence length; false: only to the
+            longest of their batch; null: the file does not say.
+        takes_mask: Whether the model uses the mask of padding that its loop makes.
         documents_joined: Whether the samples of a row attend to one another.
         micro_batch: Samples (or rows) of one forward pass of a data-parallel rank.
         accumulation: Forward passes of an optimizer step.
@@ -206,6 +207,7 @@ class DescribedRun:
     pixel_area: int | None = None
     packing: bool | None = None
     full_rows: bool | None = None
+    takes_mask: bool = True
     documents_joined: bool | None = None
     micro_batch: int | None = None
     accumulation: int | None = None

@@ -355,8 +355,8 @@ class TrainingLoop:
         marks_last: Whether it tells FSDP which micro-batch is the step's last (``set_is_last_backward``).
         wraps_adapters: Whether a model with adapters is inside one of peft's (``get_peft_model``), in which
             accelerate 1.15 finds no final norm (``fsdp_utils.py:_find_final_norm``).
-        hides_padding: Rows of a forward from which on a mask hides their padding; 0: they have none, or one
-            length.
+        masked_from_rows: Number of rows of a forward from which on a mask hides their padding; 0: there is no
+            padding, or the model gets no mask.
         not_planned: What differs from run to run, or is not modelled.
     """
 
@@ -374,7 +374,7 @@ class TrainingLoop:
     adapter_dtype: AdapterDtype | None = None
     marks_last: bool = True
     wraps_adapters: bool = False
-    hides_padding: Count = 0
+    masked_from_rows: Count = 0
     not_planned: tuple[NotPlanned, ...] = ()
 
     @property

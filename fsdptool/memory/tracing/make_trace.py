@@ -59,8 +59,8 @@ _DRAWN = (
 
 _MASK = "attention_mask"
 _PADDED = (
-    "rows of several lengths are planned: a mask hides their padding, of which each layer keeps a copy"
-    " (samples x tokens x tokens{kernel}); --lengths tells that rows have one length"
+    "a mask hides the padding of rows; each layer that attends with SDPA keeps a copy of it (samples x tokens"
+    " x tokens{kernel}); if all rows have one length, say so with --lengths"
 )
 _NO_FLASH = ", for the memory-efficient kernel of SDPA: its flash kernel takes no mask"
 
@@ -182,7 +182,7 @@ def with_padding_mask(
     tokens = next((item for item in specs if item.name == "input_ids"), None)
     rows = math.prod(tokens.shape[:-1]) if tokens is not None else 0
     plain = run.mesh.cp == 1 and run.recipe.model.attention not in FUSED_ATTENTION
-    least = run.loop.hides_padding
+    least = run.loop.masked_from_rows
     if tokens is None or not plain or not 0 < least <= rows or not isinstance(objective, CausalLM):
         return specs
     if any(item.name == _MASK for item in specs):

@@ -80,9 +80,12 @@ def trace(
         parts["head"] = [run.loop.head_loss, run.recipe.sharding.compile]
     if run.loop.masked:
         parts["masked"] = True
-    if run.loop.hides_padding:
+    if run.loop.masked_from_rows:
         # One micro-batch may have a mask where a smaller one has none: their traces are not alike.
-        parts["padded"] = [run.loop.hides_padding, run.recipe.batch.micro_batch >= run.loop.hides_padding]
+        parts["padded"] = [
+            run.loop.masked_from_rows,
+            run.recipe.batch.micro_batch >= run.loop.masked_from_rows,
+        ]
     key = store.key(parts) if store is not None else ""
     if store is not None and not refresh and (cached := _kept(store, key, run)) is not None:
         return cached

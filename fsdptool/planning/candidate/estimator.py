@@ -415,9 +415,9 @@ class Estimator:
 
     def _trace(self, run: ResolvedRun) -> tuple[str, Trace]:
         """Return the trace of a configuration, and what it depends on as text."""
-        from fsdptool.memory.tracing.tracer import trace, traced_configuration
+        from fsdptool.memory.tracing.tracer import trace
 
-        key = json.dumps(traced_configuration(run), sort_keys=True)
+        key = _key(run)
         if key not in self._traces:
             self._traces[key] = trace(
                 self.spec,
@@ -426,8 +426,16 @@ class Estimator:
                 teacher=self._teacher_anatomy(),
                 worst_routing=self.worst_routing,
             )
-            self.notes |= dict.fromkeys(self._traces[key].notes)
         return key, self._traces[key]
+
+    def notes_at(self, point: SearchPoint, cluster: Cluster) -> tuple[str, ...]:
+        """Return the notes of a configuration: those of the whole plan, and those of its own trace.
+
+        Where it has no trace of its own (stages of a pipeline), the notes of every trace count.
+        """
+        own = self._traces.get(_key(self._at(point, cluster)[0]))
+        traces = self._traces.values() if own is None else (own,)
+        return tuple(dict.fromkeys((*self.notes, *(note for trace in traces for note in trace.notes))))
 
     def least_bytes(self, point: SearchPoint, cluster: Cluster, machine: Machine) -> int | None:
         """Return the bytes that the driver reports at least at a point; None before anything was traced.
@@ -555,3 +563,10 @@ def _assumed_note(loop: TrainingLoop) -> str:
         f"planned only: the step time assumes {listed}, which fsdptool train does not do{beside}; memory is"
         " that of eager blocks"
     )
+
+
+def _key(run: ResolvedRun) -> str:
+    """Return what the trace of a run depends on, as text."""
+    from fsdptool.memory.tracing.tracer import traced_configuration
+
+    return json.dumps(traced_configuration(run), sort_keys=True)

@@ -21,6 +21,7 @@ from fsdptool.records.sharding import Loading
 if TYPE_CHECKING:
     from fsdptool.config.programs import ProgramLoop
     from fsdptool.config.result import Reading
+    from fsdptool.records.described_run import DescribedRun
     from fsdptool.records.lengths import SampleLengths
     from fsdptool.records.recipe import Recipe
 
@@ -115,10 +116,10 @@ def training_loop(
     )
 
 
-def hides_padding(
-    followed: Followed, recipe: Recipe, lengths: SampleLengths | None, full_rows: bool = False
+def masked_from_rows(
+    followed: Followed, recipe: Recipe, lengths: SampleLengths | None, run: DescribedRun | None
 ) -> int:
-    """Return the rows of a forward from which on the loop gives the model a mask of their padding.
+    """Return the number of rows of a forward from which on a mask hides their padding; 0 without a mask.
 
     Rows of one length have no padding, and transformers drops a mask of ones (5.23, ``masking_utils.py``).
 
@@ -126,14 +127,17 @@ def hides_padding(
         followed: The loop.
         recipe: Of the run.
         lengths: Of the samples, where they are known.
-        full_rows: Whether every row is padded to the sequence length.
+        run: What its file says.
     """
     does, limit = followed.does, recipe.batch.sequence_length
-    if does is None or not does.hides_padding or recipe.data.packing:
+    least = does.masked_from_rows if does is not None else 0
+    if not least or recipe.data.packing or (run is not None and not run.takes_mask):
         return 0
+    if run is not None and run.full_rows is not None:
+        least = 1 if run.full_rows else 2
     if lengths is not None and limit is not None and lengths.shortest >= limit:
         return 0
-    return 1 if full_rows else does.hides_padding
+    return 0 if lengths is not None and lengths.shortest == lengths.longest and least > 1 else least
 
 
 def _open(does: ProgramLoop, loss: str | None, mixed: bool, outputs: bool) -> tuple[NotPlanned, ...]:

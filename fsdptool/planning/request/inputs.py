@@ -17,7 +17,7 @@ from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
 from fsdptool.planning.hardware import find_gpu, machine_for
 from fsdptool.planning.request.file_run import file_run, ranks_of, read_file_run
-from fsdptool.planning.request.followed_loop import OWN, follow, hides_padding, training_loop, unread_keys
+from fsdptool.planning.request.followed_loop import OWN, follow, masked_from_rows, training_loop, unread_keys
 from fsdptool.planning.request.options import OPTIMAL, Options, closed_by, declared, read_options, settings_of
 from fsdptool.planning.request.recipe import build_recipe, set_fields
 from fsdptool.records.cluster import EXPANDABLE, Cluster, DeviceProfile, device_profile
@@ -109,8 +109,8 @@ def read_request(options: Options, described: DescribedRun | None = None) -> Req
     version = 1 if described is not None and described.fsdp == 1 else 2
     outputs = described.keeps_logits if described is not None else None
     loop = training_loop(followed, settings.mixed_precision != "no", version=version, outputs=outputs)
-    full = described is not None and bool(described.full_rows)
-    loop = replace(loop, assumed=assumed, hides_padding=hides_padding(followed, recipe, lengths, full))
+    rows = masked_from_rows(followed, recipe, lengths, described)
+    loop = replace(loop, assumed=assumed, masked_from_rows=rows)
     inputs = PlanInputs(
         recipe=recipe,
         settings=settings,

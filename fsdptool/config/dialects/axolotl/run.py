@@ -98,7 +98,8 @@ def describe(file: RunFile) -> DescribedRun:
         objective=_objective(read),
         sequence_length=read.whole("sequence_len"),
         packing=packing,
-        full_rows=read.flag("pad_to_sequence_len"),  # core/builders/causal.py: pad_to_multiple_of
+        # core/builders/causal.py: only false leaves out pad_to_multiple_of
+        full_rows=None if read.value("pad_to_sequence_len") is None else read.flag("pad_to_sequence_len"),
         micro_batch=micro,
         accumulation=accumulation,
         global_batch=global_batch(micro, accumulation, processes, mesh),
