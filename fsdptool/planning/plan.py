@@ -298,7 +298,9 @@ def _decided_flags(inputs: PlanInputs, point: SearchPoint, sample: SampleSize) -
         gradients="sharded",
     )
     flags, unset = point_flags(point), point_flags(usual)
-    always = ("micro_batch", "checkpointing", "reshard", "offload")
+    always = ["micro_batch", "checkpointing", "reshard", "offload"]
+    if inputs.run is not None and inputs.run.fsdp == "none" and point.dp_shard > 1:
+        always.append("hsdp")  # the file says that every rank holds a copy
     sizes = [
         part for name in sample.assumed for part in (declared()[name].flags[0], str(getattr(sample, name)))
     ]

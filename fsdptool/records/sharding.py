@@ -13,6 +13,8 @@ from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 Layout = Literal["native", "accelerate"]
 """Whose rule groups the parameters into FSDP units."""
+ALL_MODULES = ".*"
+"""``ignored_modules`` of a run whose ranks all hold a copy (DDP, or one process): nothing is sharded."""
 WrapPolicy = Literal["transformer", "size", "none"]
 StateDictType = Literal["sharded", "full"]
 Precision = Literal["no", "fp16", "bf16", "fp8"]

@@ -261,6 +261,23 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_copies_become_shards_where_a_search_or_an_option_shards_them(model: str, tmp_path: Path) -> None:
+    """What no rank shards is not what FSDP ignores: with ranks that share, each holds its part."""
+    line = "llamafactory-cli train --stage sft --do_train --cutoff_len 64 --gradient_checkpointing true\n"
+    own = {"gpus": 4, "max_batch": False}
+    copies = planned(tmp_path / "run.sh", line, model, **own)
+    shards = planned(tmp_path / "run.sh", line, model, hsdp="1x4", **own)
+
+    for name, held in copies.details.states.items():
+        assert shards.details.states[name] == pytest.approx(held / 4, rel=0.02)
+    assert not any("a copy on every rank" in item.what for item in shards.inputs.limits)
+    assert "--hsdp 1x4" in " ".join(shards.details.flags)
+    fixed = {"checkpointing": "full", "micro_batch": 1, "accumulation": 1, "offload": False}
+    found = planned(tmp_path / "run.sh", line, model, search=True, **fixed, **own)
+    assert {item.settings.dp_shard for item in found.candidates} == {1, 2, 4}
+
+
+@pytest.mark.slow
 def test_copies_that_are_trained_as_they_are_stored_have_the_buckets_of_their_gradients(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,13 @@ def suggest(
     return tuple(suggestions)
 
 
+def _grown(point: SearchPoint, factor: int) -> SearchPoint:
+    """Return a point on so many times its ranks: more copies where each rank holds one, else more shards."""
+    if point.dp_shard == 1 and point.dp_replicate > 1:
+        return replace(point, dp_replicate=point.dp_replicate * factor)
+    return replace(point, dp_shard=point.dp_shard * factor)
+
+
 def _changes(point: SearchPoint, cluster: Cluster, loop: TrainingLoop) -> Iterator[_Change]:
     """Yield the changes worth trying, cheapest first."""
     kind = SuggestionKind
@@ -377,7 +384,7 @@ def _hardware(
         _Change(
             SuggestionKind.MORE_GPUS,
             f"{item.world_size} GPUs in {item.nodes} nodes{suffix}",
-            replace(best, dp_shard=best.dp_shard * (item.nodes // cluster.nodes)),
+            _grown(best, item.nodes // cluster.nodes),
             item,
             added,
         )

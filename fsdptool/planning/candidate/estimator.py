@@ -266,7 +266,7 @@ class Estimator:
 
         def stages(traffic: Traffic, plan: UnitPlan, part: Trace, whole: Trace, name: str) -> list[Stage]:
             # One table row may serve several GPUs, and one GPU several rows.
-            grouping = (point.layout, point.wrap_policy, point.wrap_classes)
+            grouping = (point.layout, point.wrap_policy, point.wrap_classes, point.dp_shard > 1)
             divided = (point.tp, point.ep, point.sequence_parallel)
             key = (name, *grouping, *divided, work_key, gpu.name, machine.name)
             wide = stacked_modules(plan, whole) if float8 else None
@@ -397,7 +397,12 @@ class Estimator:
         run = at_point(self.run, point, cluster)
         sharding, mesh, on_cpu = run.sharding, run.mesh, run.settings.use_cpu
         # What both read of a point: each takes milliseconds of a large model.
-        wrapping = (sharding.wrap_policy, sharding.wrap_classes, sharding.recomputes)
+        wrapping = (
+            sharding.wrap_policy,
+            sharding.wrap_classes,
+            sharding.ignored_modules,
+            sharding.recomputes,
+        )
         compiling = ("compiled", *wrapping, mesh.tp > 1, mesh.cp > 1, on_cpu)
         fusing = ("fused", run.recipe.batch, sharding.compute_dtype, mesh.tp > 1, mesh.cp, on_cpu)
         if compiling not in self._decisions:
@@ -542,6 +547,7 @@ def _grouping(point: SearchPoint) -> tuple[Any, ...]:
         point.layout,
         point.wrap_policy,
         point.wrap_classes,
+        point.dp_shard > 1,  # a run whose ranks hold copies ignores every module
         point.tp,
         point.ep,
         point.sequence_parallel,

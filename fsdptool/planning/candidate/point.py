@@ -13,7 +13,7 @@ from fsdptool.records.mesh import GROUPS, PLANNED, TRAINED, ParallelDims
 from fsdptool.records.plan import SearchPoint
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.resolved_run import ResolvedRun
-from fsdptool.records.sharding import FsdpSettings
+from fsdptool.records.sharding import ALL_MODULES, FsdpSettings
 
 
 def point_of(run: ResolvedRun, cluster: int = 0) -> SearchPoint:
@@ -49,6 +49,8 @@ def at_point(run: ResolvedRun, point: SearchPoint, cluster: Cluster) -> Resolved
     recipe = run.recipe
     mesh = ParallelDims(**{name: getattr(point, name) for name in TRAINED})
     own = replace(recipe.sharding, accumulation=point.gradients, sequence_parallel=point.sequence_parallel)
+    # Where every rank holds a copy (DDP), FSDP ignores all modules. Ranks that share one are FSDP's.
+    copies = run.sharding.ignored_modules == ALL_MODULES and point.dp_shard > 1
     return replace(
         run,
         recipe=replace(
@@ -68,6 +70,7 @@ def at_point(run: ResolvedRun, point: SearchPoint, cluster: Cluster) -> Resolved
             layout=point.layout,
             wrap_policy=point.wrap_policy,
             wrap_classes=point.wrap_classes,
+            ignored_modules=None if copies else run.sharding.ignored_modules,
             reshard_after_forward=point.reshard_after_forward,
             checkpointing=read_policy(point.checkpointing),
             compute_dtype=compute_dtype(run.settings, own, point.layout),

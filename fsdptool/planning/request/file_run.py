@@ -45,7 +45,7 @@ from fsdptool.records.recipe import (
     Recipe,
     Sharding,
 )
-from fsdptool.records.sharding import FsdpSettings, Precision
+from fsdptool.records.sharding import ALL_MODULES, FsdpSettings, Precision
 from fsdptool.scripts import SCRIPTS
 from fsdptool.source.known_models import OWN_CODE, layer_classes_of
 from fsdptool.source.peft_targets import PEFT_TARGETS
@@ -265,7 +265,8 @@ def file_run(
         limits.append(PlanLimit("activations that are kept in host memory", "less"))
     if run.optimizer_masters is not None and recipe.method.name == "full" and "optimizer" not in decided:
         limits += _MASTERS[run.optimizer_masters] if run.optimizer_state_bits == 32 else [_OTHER_STATES]
-    if run.fsdp == "none" and run.processes is None and ranks > 1 and run.program in LAUNCHED:
+    copies = run.fsdp == "none" and not {"hsdp", "dp_shard"} & {*decided}
+    if copies and run.processes is None and ranks > 1 and run.program in LAUNCHED:
         limits.append(PlanLimit("sharding that its launch may add: a copy on every rank is planned", "less"))
     if run.fsdp is None and ranks > 1:
         limits.append(PlanLimit("how ranks share the model, which is left open: FSDP2 is planned", None))
@@ -669,7 +670,7 @@ def _settings(run: DescribedRun) -> FsdpSettings:
         ),
         num_processes=run.processes,
         # Nothing is gathered: every rank holds all parameters, and autocast casts them where they are used.
-        ignored_modules=".*" if run.fsdp == "none" else None,
+        ignored_modules=ALL_MODULES if run.fsdp == "none" else None,
     )
 
 

@@ -104,6 +104,8 @@ def _worth(point: SearchPoint, start: SearchPoint) -> bool:
         return False  # experts are sharded over fewer ranks than an integer assumes
     if point.gradients != start.gradients and point.accumulation == 1:
         return False  # nothing is accumulated: both are the same run
+    if point.layout == "accelerate" and point.wrap_policy == "none" and point.checkpointing != "none":
+        return False  # accelerate 1.15 crashes on it
     if ranks == 1 and (point.reshard_after_forward is not True or point.prefetch > 1):
         return False  # one rank gathers nothing
     if point.cpu_offload and (point.prefetch > 1 or point.reshard_after_forward is not True):
