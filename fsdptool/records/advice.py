@@ -87,10 +87,6 @@ class SuggestionKind(StrEnum):
     LARGER_GPU = "larger_gpu"
 
 
-WITH_ALL_ABOVE = ", with all changes above"
-"""How the phrase of a suggestion ends whose settings are those of the suggestions before it, too."""
-
-
 class CostKind(StrEnum):
     """What a suggestion costs."""
 
@@ -133,6 +129,8 @@ class Suggestion:
         environment: Variables of the workers that it sets: ``environment`` in a cluster file, which
             ``launch`` and its Slurm scripts export.
         hardware: Options of ``plan`` that name other hardware (``gpu``, ``gpus``, ``nodes``), or none.
+        with_all_above: Whether ``settings`` and ``environment`` hold those of the suggestions before it, too;
+            ``change`` does not name them.
     """
 
     change: str
@@ -146,3 +144,4 @@ class Suggestion:
     tokens_per_second: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, str | int] = field(default_factory=dict)
+    with_all_above: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdptool.formatting import amount, printable
-from fsdptool.records.advice import WITH_ALL_ABOVE, SuggestionKind
+from fsdptool.records.advice import SuggestionKind
 from fsdptool.records.config_documents import CheckedFile, CheckReport, CheckVerdict
 from fsdptool.report.code_scanning import artifact, sarif_log, workflow_command
 from fsdptool.report.plan_words import verdict
@@ -62,14 +62,13 @@ def change(item: CheckedFile) -> str:
     smallest = item.smallest_change
     if smallest is None:
         return ""
-    # A phrase may refer to a list that is not shown here.
-    what, above, _ = smallest.change.partition(WITH_ALL_ABOVE)
+    # The suggestions before it are not shown here.
     if smallest.kind is SuggestionKind.COMBINED:
         changed, first = {**smallest.settings, **smallest.hardware}, []
-    elif above:
+    elif smallest.with_all_above:
         # The number of GPUs says over how many ranks a model is sharded.
         changed = {name: value for name, value in smallest.settings.items() if name != "dp_shard"}
-        first = [what]
+        first = [smallest.change]
     else:
         return smallest.change
     words = [f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in changed.items()]

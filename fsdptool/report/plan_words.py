@@ -40,6 +40,8 @@ REJECTIONS[RejectionKind.CPU_OFFLOAD] = "CPU offload"
 """What each kind of rejection is called."""
 FITS = {True: "fits", False: "does not fit", None: "unknown"}
 """Whether a suggestion fits."""
+WITH_ALL_ABOVE = ", with all changes above"
+"""What follows the change of a suggestion that holds those before it, too."""
 ACTIVATIONS = "activations: "
 """How a plan's unknowns begin that say why activations are unknown."""
 
@@ -99,6 +101,11 @@ def shown(plan: Plan) -> Candidate:
 def start_of_changes(plan: Plan) -> Candidate:
     """Return the candidate that the suggestions change; plans of earlier versions do not tell it."""
     return find(plan, plan.details.changes_from) or shown(plan)
+
+
+def change_words(step: Suggestion) -> str:
+    """Return the change of a suggestion in words, below the suggestions before it."""
+    return step.change + (WITH_ALL_ABOVE if step.with_all_above else "")
 
 
 def mesh(settings: SearchPoint | MeshAlternative) -> str:
@@ -541,7 +548,7 @@ def duration_of_run(plan: Plan) -> str:
 def spare_memory(plan: Plan) -> list[str]:
     """Return what the memory that the chosen configuration leaves free would buy, in lines."""
     return [
-        f"spare memory: {step.change} needs {amount(step.device_total_bytes)} and gives {speed(step)}"
+        f"spare memory: {change_words(step)} needs {amount(step.device_total_bytes)} and gives {speed(step)}"
         f" instead of {speed(shown(plan))} (estimate)"
         for step in plan.next_steps
         if step.kind == SuggestionKind.LARGER_BATCH

@@ -13,9 +13,12 @@ import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.files.values import load_schema
-from fsdptool.records.advice import WITH_ALL_ABOVE, Suggestion, SuggestionKind
+from fsdptool.records.advice import Suggestion, SuggestionKind
+from fsdptool.records.codec import to_json
 from fsdptool.records.config_documents import CheckedFile
 from fsdptool.report.checks import change
+from fsdptool.report.console.train import memory_text
+from fsdptool.report.plan_words import change_words
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -231,10 +234,15 @@ def test_a_change_of_several_settings_names_them() -> None:
     item = CheckedFile("a.yaml", None, None, "trl", "does_not_fit", smallest_change=together)
     assert change(item) == "micro batch 1, checkpointing full, PYTORCH_ALLOC_CONF=expandable_segments:True"
     more = Suggestion(
-        f"16 GPUs in 2 nodes{WITH_ALL_ABOVE}", {"micro_batch": 1, "dp_shard": 16}, 1, True, "",
-        SuggestionKind.MORE_GPUS, hardware={"gpus": 8, "nodes": 2},
+        "16 GPUs in 2 nodes", {"micro_batch": 1, "dp_shard": 16}, 1, True, "",
+        SuggestionKind.MORE_GPUS, hardware={"gpus": 8, "nodes": 2}, with_all_above=True,
     )  # fmt: skip
     assert change(replace(item, smallest_change=more)) == "16 GPUs in 2 nodes, micro batch 1"
+    assert change_words(more) == "16 GPUs in 2 nodes, with all changes above"
+    account = {"rank": 0, "seen": {"moment": "forward"}, "planned_moment": None, "peak_moment": None}
+    said = memory_text({**account, "next_steps": [to_json(together), to_json(more)]})
+    assert "next step: all of the changes above: 1 B" in said
+    assert "next step: 16 GPUs in 2 nodes, with all changes above: 1 B" in said
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fsdptool.planning.candidate.point import changed_settings
 from fsdptool.planning.candidate.verdict import highest_total
 from fsdptool.planning.hardware import all_entries, expands, machine_for
 from fsdptool.planning.search.batch_sizes import spend_spare_memory
-from fsdptool.records.advice import WITH_ALL_ABOVE, Cost, CostKind, Suggestion, SuggestionKind
+from fsdptool.records.advice import Cost, CostKind, Suggestion, SuggestionKind
 from fsdptool.records.cluster import EXPANDABLE, Cluster, Gpu
 from fsdptool.records.plan import Candidate, PlanInputs, SearchPoint, TrainingLoop
 from fsdptool.records.trace import ColourGroup
@@ -54,6 +54,7 @@ class _Change:
     point: SearchPoint
     cluster: Cluster
     environment: Mapping[str, str] = field(default_factory=dict)
+    with_all_above: bool = False
 
 
 def suggest(
@@ -286,6 +287,7 @@ def _suggestion(
         tokens_per_second=candidate.tokens_per_second,
         environment=change.environment,
         hardware=_options(change.cluster) if change.kind in _OTHER_HARDWARE else {},
+        with_all_above=change.with_all_above,
     )
 
 
@@ -378,7 +380,7 @@ def _hardware(
         return []
     added = _added(inputs.clusters[start.cluster], cluster)
     changed = best != start or bool(added)
-    suffix = WITH_ALL_ABOVE if changed else ", without CPU offload" if offloaded else ""
+    suffix = ", without CPU offload" if offloaded and not changed else ""
     larger = [replace(cluster, nodes=cluster.nodes * factor) for factor in (2, 4, 8)]
     more = [
         _Change(
@@ -387,6 +389,7 @@ def _hardware(
             _grown(best, item.nodes // cluster.nodes),
             item,
             added,
+            changed,
         )
         for item in larger
     ]
@@ -397,6 +400,7 @@ def _hardware(
             best,
             replace(cluster, gpu=gpu),
             added,
+            changed,
         )
         for gpu in _larger(cluster.gpu)
     ]

@@ -370,7 +370,7 @@ def _suggestions(plan: Plan) -> None:
     print_line()
     rows = [
         (
-            step.change,
+            words.change_words(step),
             amount(step.device_total_bytes),
             words.speed(step) if step.samples_per_second else "",
             words.FITS[step.fits],

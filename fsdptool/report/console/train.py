@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from fsdptool.formatting import amount, printable, printable_lines
 from fsdptool.records.plan import Candidate
 from fsdptool.records.run import Summary
+from fsdptool.report.plan_words import WITH_ALL_ABOVE
 from fsdptool.runs.work import Countdown, left_text
 
 
@@ -241,7 +242,8 @@ def memory_text(account: Mapping[str, Any]) -> str:
     for step in account["next_steps"][:3]:
         total = step["device_total_bytes"]
         gives = f": {amount(total)} per rank" if total is not None else ""
-        lines.append(f"  next step: {step['change']}{gives} (costs: {step['cost']})")
+        above = WITH_ALL_ABOVE if step.get("with_all_above") is True else ""
+        lines.append(f"  next step: {step['change']}{above}{gives} (costs: {step['cost']})")
     return "\n".join(lines)
 
 

@@ -281,7 +281,7 @@ def changes_section(plan: Plan, links: Links) -> str:
         address = links.change(step)
         apply = f'<br><a class="button quiet small" href="{escape(address)}">Apply</a>' if address else ""
         rows.append(
-            f'<tr><th scope="row" class="wide">{escape(step.change)}{apply}</th>'
+            f'<tr><th scope="row" class="wide">{escape(words.change_words(step))}{apply}</th>'
             f'<td class="n">{amount(step.device_total_bytes)}</td>'
             f'<td class="n">{words.speed(step) if step.samples_per_second else ""}</td>'
             f'<td class="word {classes[step.fits]}">{words.FITS[step.fits]}</td>'
