@@ -143,6 +143,7 @@ def test_a_change_of_an_included_file_is_a_change_of_the_run(
     assert [other["named"] for other in files.values()] == [False]  # the included file describes no run
 
 
+@pytest.mark.slow
 def test_the_first_pattern_that_matches_names_the_hardware(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

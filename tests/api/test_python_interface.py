@@ -288,6 +288,7 @@ def test_a_plan_is_a_table_of_its_candidates(
         plan.to_pandas()
 
 
+@pytest.mark.slow
 def test_detect_and_compare_write_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "detection.html"
     assert run(["detect", "gpt2:small", "--world-size", "7", "-o", str(page)]) == 0

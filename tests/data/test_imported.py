@@ -241,6 +241,7 @@ def test_nothing_is_imported_without_consent(folder: Path) -> None:
     assert "own_samples_code" not in sys.modules
 
 
+@pytest.mark.slow
 def test_code_is_found_beside_the_recipe_and_in_the_working_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_draws_and_buckets_do_not_depend_on_ranks(cached: tuple[Path, Path, Path
         assert (batch["time_ids"][:, 4:] == torch.tensor(batch["latents"].shape[2:]) * 8).all()
 
 
+@pytest.mark.slow
 def test_noise_is_new_every_epoch_and_every_sample(cached: tuple[Path, Path, Path]) -> None:
     loader = build_batches(bucketed(cached, micro=1), resolve(str(cached[0])), cache=cached[2])
     samples = loader._samples

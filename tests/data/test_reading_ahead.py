@@ -86,6 +86,7 @@ def test_one_step_is_read_ahead_and_not_two() -> None:
     loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_was_read_ahead_is_not_in_the_position(workers: int) -> None:
     loader = loader_of(Numbers(), workers=workers)

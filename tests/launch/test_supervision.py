@@ -77,6 +77,7 @@ def test_a_run_ends_when_every_rank_has_finished(stage: Stage) -> None:
     assert sorted(outcome.finished) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_the_deaf_end_with_it(stage: Stage) -> None:
     outcome = stage.play("deaf", "die", "deaf")
     assert outcome.status == "failed"
@@ -146,6 +147,7 @@ def test_an_error_of_the_persons_making_keeps_its_exit_code_and_help(stage: Stag
     assert not outcome.failure.retryable
 
 
+@pytest.mark.slow
 def test_a_bug_is_a_failed_worker(stage: Stage) -> None:
     outcome = stage.play("fail", "deaf")
     assert outcome.failure is not None

@@ -384,6 +384,7 @@ def test_autocast_narrows_a_frozen_base_where_nothing_is_gathered(tmp_path: Path
     assert narrow.allocated_peak_bytes < 0.7 * wide.allocated_peak_bytes
 
 
+@pytest.mark.slow
 def test_adapters_that_no_program_widens_are_planned_in_16_bits(model: str, tmp_path: Path) -> None:
     """peft casts adapters to fp32 unless it is told not to; accelerate casts all that trains under FSDP2."""
     head, _, block = AXOLOTL.partition("fsdp_version")
@@ -516,6 +517,7 @@ def test_a_second_description_of_the_run_is_refused(model: str, tmp_path: Path) 
         planned(path, AXOLOTL, model, gpus=None)
 
 
+@pytest.mark.slow
 def test_a_file_is_judged_by_its_own_run(model: str, tmp_path: Path) -> None:
     """Not by the smallest full fine-tuning of its model, which is another run."""
     path = tmp_path / "train.yaml"

@@ -431,6 +431,7 @@ def test_a_register_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch:
     assert "FSDPTOOL_LOCKS" in (caught.value.help or "")
 
 
+@pytest.mark.slow
 def test_a_pipe_between_the_look_and_the_opening(tmp_path: Path) -> None:
     """A file that becomes a pipe again and again is read or refused; no reader waits for a writer."""
     code = """

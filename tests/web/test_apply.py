@@ -24,6 +24,7 @@ def shown(site: Site, **query: str) -> str:
     raise AssertionError(page)
 
 
+@pytest.mark.slow
 def test_a_preset_is_merged_into_a_file_and_comments_stay(site: Site) -> None:
     file = site.folder / "team.yaml"
     file.write_text(MISSPELT)
@@ -48,6 +49,7 @@ def test_a_preset_is_merged_into_a_file_and_comments_stay(site: Site) -> None:
     assert "Written: models/team.yaml" in again and "already contains all of these settings" in again
 
 
+@pytest.mark.slow
 def test_a_new_file_is_written_once_and_a_link_is_followed_inside_only(site: Site, tmp_path: Path) -> None:
     page = shown(site, **PRESET, target="models/new.yaml")
     form = form_fields(page, "/apply")

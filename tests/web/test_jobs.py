@@ -85,6 +85,7 @@ def test_a_new_question_overtakes_the_earlier_one_of_its_group(jobs: Jobs) -> No
     assert other.result["pid"] == last.result["pid"]
 
 
+@pytest.mark.slow
 def test_an_interruption_that_is_lost_is_repeated(jobs: Jobs) -> None:
     slow = play(jobs, "lose", group="a")
     running(slow)

@@ -227,7 +227,7 @@ def spend_spare_memory(estimator: Estimator, inputs: PlanInputs, chosen: Candida
         )
 
     limit = (1 - HEADROOM) * chosen.usable_bytes
-    # A mask that begins at the double is no line: it would exclude sizes that fit.
+    # Where a mask begins at the double, the line is too steep, and would exclude sizes that fit.
     masked_from = inputs.loop.masked_from_rows
     if factor > 2 and not point.micro_batch < masked_from <= 2 * point.micro_batch:
         first, second = least_device_bytes(chosen), least_device_bytes(enlarged(2))
