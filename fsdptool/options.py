@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from math import isfinite
 from numbers import Integral, Real
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -217,6 +217,8 @@ def _scalar(flag: str, kinds: Sequence[Kind], value: Any, error: type[FsdptoolEr
     types = {kind.type for kind in kinds}
     if isinstance(value, Enum) and isinstance(value.value, str) and not isinstance(value, str):
         value = value.value
+    if isinstance(value, PathLike) and str in types and Path not in types:
+        value = fspath(value)
     if type(value) is not bool and isinstance(value, Real):
         value = _number(flag, value, error)
     if isinstance(value, bool):

@@ -80,7 +80,7 @@ class LintOptions(TypedDict, total=False):
     model: Annotated[str | None, Option("Also check against this model.")]
     gpu: Annotated[str | None, Option("Also check against this GPU.")]
     gpus: Annotated[int | None, Option("Total number of GPUs.")]
-    host_memory: Annotated[str | None, Option("Host memory per node, for example '512 GiB'.")]
+    host_memory: Annotated[str | int | None, Option("Host memory per node, for example '512 GiB'.")]
     select: Annotated[Sequence[str] | None, Option("Codes or their beginnings to report: FSD3,FSD201.")]
     ignore: Annotated[Sequence[str] | None, Option("Codes or their beginnings not to report.")]
     exclude: Annotated[Sequence[str] | None, EXCLUDE]

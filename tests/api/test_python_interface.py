@@ -184,6 +184,7 @@ class Precision(Enum):
         ("host_memory", 2e12, 2e12),
         ("precision", Precision.HALF, "bf16"),
         ("machine", Path("table.json"), Path("table.json")),
+        ("reference", Path("train.yaml"), "train.yaml"),
         ("reshard", 2, 2),
         ("wrap", iter(["A", "B"]), ("A", "B")),
         ("wrap", {"B", "A"}, ("A", "B")),
