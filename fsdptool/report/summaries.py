@@ -10,6 +10,7 @@ from fsdptool.records.command_documents import ComparedFigure, Comparison, Figur
 from fsdptool.records.detection import Detection
 from fsdptool.records.diagnostic import Answer, Diagnostic
 from fsdptool.records.plan import Plan
+from fsdptool.report import file_words
 from fsdptool.report import plan_words as words
 from fsdptool.report.console.findings import reader_lines
 from fsdptool.report.plan_words import duration, rate
@@ -95,7 +96,7 @@ def explained_lines(reading: Reading, run: DescribedRun | None) -> list[str]:
     """Return an explained file in a few lines: who reads it, whether FSDP runs, the run, and findings."""
     lines = reader_lines(reading)
     if run is not None:
-        lines.append(words.described_in_short(run, run.accumulation))
+        lines.append(file_words.described_in_short(run, run.accumulation))
     return _printable([*lines, *_found(reading.diagnostics)])
 
 

@@ -18,7 +18,7 @@ from fsdptool.planning.request.file_run import bound_of, file_run, read_file_run
 from fsdptool.planning.request.followed_loop import suited
 from fsdptool.records.plan import Plan, PlanLimit
 from fsdptool.records.recipe import Lora
-from fsdptool.report import plan_words as words
+from fsdptool.report import file_words
 from fsdptool.source import resolve
 
 AXOLOTL = """
@@ -131,7 +131,7 @@ def test_a_file_is_planned_as_its_run(model: str, tmp_path: Path) -> None:
     peak = by_hand.candidates[0].allocated_peak_bytes
     assert peak is not None
     assert plan.candidates[0].allocated_peak_bytes == peak - ahead
-    assert words.described(plan)[0].startswith("run described for axolotl")
+    assert file_words.described(plan)[0].startswith("run described for axolotl")
     # The file alone, where a configuration goes: the same run.
     alone = Options(config=str(tmp_path / "train.yaml"), model=model, gpu="H100-80GB-SXM", gpus=2)
     assert read_request(alone).inputs.run == plan.inputs.run
@@ -249,7 +249,7 @@ def test_a_run_without_fsdp_holds_a_copy_on_every_rank(model: str, tmp_path: Pat
         assert plan.candidates[0].settings.dp_shard == 1
     states = [plan.details.states for plan in (two, four)]
     assert states[0] == states[1]
-    assert any("does not use FSDP" in line for line in words.described(two))
+    assert any("does not use FSDP" in line for line in file_words.described(two))
     # fp32 masters have fp32 gradients and as many bytes of buckets; nothing is gathered.
     sizes_of = {str(component.name): component.bytes for component in two.candidates[0].components}
     for name in ("all-reduce buffers", "replicated parameters"):
@@ -311,7 +311,7 @@ def test_modules_saved_beside_adapters_are_cast_where_nothing_is_sharded(model: 
     saved = head + "lora_modules_to_save: [embed_tokens, lm_head]\n"
     plans = [planned(tmp_path / "train.yaml", text, model) for text in (head, saved)]
     assert [plan.verdict for plan in plans] == ["fits", "fits"]
-    assert all(any("does not use FSDP" in line for line in words.described(plan)) for plan in plans)
+    assert all(any("does not use FSDP" in line for line in file_words.described(plan)) for plan in plans)
     gradients = [plan.details.states["gradients"] for plan in plans]
     assert gradients[1] - gradients[0] >= 2 * 512 * 64 * 4
 
@@ -472,7 +472,7 @@ def test_what_is_not_planned_leaves_no_certain_verdict(model: str, tmp_path: Pat
     large = planned(path, text, model, gpu="RTX-4090-24GB", micro_batch=60_000)
     assert bound_of(large.inputs.limits) == "lower"
     assert large.verdict == "does_not_fit"
-    assert any("kto" in line and "more than is planned" in line for line in words.described(large))
+    assert any("kto" in line and "more than is planned" in line for line in file_words.described(large))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fsdptool.planning.request.inputs import read_request
 from fsdptool.planning.request.options import Options
 from fsdptool.records.plan import PlanInputs
 from fsdptool.records.recipe import ModelChoice, Recipe, Sharding
+from fsdptool.report import file_words
 from fsdptool.report import plan_words as words
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500}
@@ -244,8 +245,8 @@ def test_accelerates_accumulation_holds_whole_gradients(tmp_path: Path) -> None:
     assert held["unsharded gradients"] >= 2 * parameters
     more = (plan.candidates[0].allocated_peak_bytes or 0) - (sharded.candidates[0].allocated_peak_bytes or 0)
     assert more > parameters
-    assert "training loop of accelerate" in words.loop(plan)[0]
-    assert words.loop(make_plan(read_request(Options(**common)))) == []
+    assert "training loop of accelerate" in file_words.loop(plan)[0]
+    assert file_words.loop(make_plan(read_request(Options(**common)))) == []
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_the_unread_keys_stand_beside_the_verdict(tmp_path: Path) -> None:
         "search": False,
     }
     plan = make_plan(read_request(Options(**options, config=tmp_path / "f.yaml")))
-    (line,) = words.unread(plan)
+    (line,) = file_words.unread(plan)
     assert line.startswith(f"not read from {tmp_path / 'f.yaml'}: max_length, gradient_accumulation_steps, ")
     assert line.endswith("give them as options: --seq-len, --accumulation, --checkpointing")
     from fsdptool.report.page.plan import plan_page

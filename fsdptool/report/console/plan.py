@@ -13,6 +13,7 @@ from fsdptool.records.command_documents import Comparison, Sweep
 from fsdptool.records.mesh import PLANNED
 from fsdptool.records.plan import Candidate, ComponentBytes, Plan, SearchPoint
 from fsdptool.records.trace import ColourGroup
+from fsdptool.report import file_words
 from fsdptool.report import plan_tables as tables
 from fsdptool.report import plan_words as words
 from fsdptool.report.console.tables import (
@@ -45,7 +46,7 @@ def print_plan(plan: Plan, *, explain: bool = False, command: Sequence[str] | No
     decides = words.host_decides(plan)
     if decides:
         print_line(words.host_line(plan), style="bold yellow")
-    for line in (*words.described(plan), *words.unread(plan), *words.loop(plan)):
+    for line in (*file_words.described(plan), *file_words.unread(plan), *file_words.loop(plan)):
         print_line(line)
     for line in words.shortfall(plan):
         print_line(line)

@@ -14,6 +14,7 @@ from fsdptool.records.codec import to_json
 from fsdptool.records.command_documents import ComparedFigure, Comparison, Figure, Sweep, SweepRow
 from fsdptool.records.diagnostic import Answer, digest
 from fsdptool.records.plan import Candidate, Plan, SearchPoint
+from fsdptool.report import file_words
 from fsdptool.report import plan_tables as tables
 from fsdptool.report import plan_words as words
 from fsdptool.report.page import charts
@@ -105,7 +106,12 @@ def _head(plan: Plan, candidate: Candidate) -> str:
     )
     parameters = f"{model.parameters:,} parameters" if model.parameters else ""
     at = escape(words.assumptions(plan))
-    reading = (*words.described(plan), *words.unread(plan), *words.loop(plan), *words.shortfall(plan))
+    reading = (
+        *file_words.described(plan),
+        *file_words.unread(plan),
+        *file_words.loop(plan),
+        *words.shortfall(plan),
+    )
     settings = [words.dtypes(plan), words.compilation(candidate), words.fused_loss(candidate)]
     lora = plan.inputs.recipe.method.lora if plan.details.adapter else None
     settings += [f"trains the LoRA adapter: {words.lora_words(lora)}"] if lora is not None else []
