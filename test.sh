@@ -6,8 +6,8 @@
 group=dev
 . "$(dirname -- "$0")/environment.sh"
 cd "$root"
-# Three workers for each of two cores: tests of several processes spend half of their time waiting for one another.
-workers=6
+# Twice as many workers as cores: tests of several processes spend half of their time waiting for one another.
+workers=4
 if [ "${1:-}" = --quick ]; then
     shift
     workers=2
