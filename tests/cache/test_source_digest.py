@@ -60,7 +60,7 @@ def loaded():
     return [sys.modules[name].__file__ for name in names if name != "fsdptool.modeling.resolve"]
 from fsdptool.families.registry import load_registry
 load_registry()
-listed = loaded()
+snapshots = [loaded()]
 if work["planted"]:
     from fsdptool.families import registry
     plain = registry.family_of
@@ -69,20 +69,18 @@ from fsdptool.records.codec import from_json
 from fsdptool.records.anatomy import ModelSpec
 from fsdptool.records.recipe import Recipe
 from fsdptool.records.sharding import FsdpSettings
-for case in work["cases"]:
+from fsdptool.inspection.api import inspect
+assert inspect(from_json(ModelSpec, work["cases"][0]["spec"]), refresh=True).parameters
+snapshots.append(loaded())
+for case in work["cases"] * work["trace"]:
+    from fsdptool.memory.tracing.tracer import trace
+    from fsdptool.modeling.resolve import resolve_run
     spec, recipe = from_json(ModelSpec, case["spec"]), from_json(Recipe, case["recipe"])
     settings = from_json(FsdpSettings, case["settings"])
-    if work["module"].endswith("tracer"):
-        from fsdptool.memory.tracing.tracer import trace
-        from fsdptool.inspection.api import inspect
-        from fsdptool.modeling.resolve import resolve_run
-        teacher = inspect(spec) if recipe.method.distillation else None
-        made = trace(spec, resolve_run(recipe, settings), teacher=teacher, refresh=True)
-        assert made.known, made.unknowns
-    else:
-        from fsdptool.inspection.api import inspect
-        assert inspect(spec, refresh=True).parameters
-print(json.dumps([listed, loaded()]))
+    teacher = inspect(spec) if recipe.method.distillation else None
+    made = trace(spec, resolve_run(recipe, settings), teacher=teacher, refresh=True)
+    assert made.known, made.unknowns
+print(json.dumps([*snapshots, loaded()]))
 """
 
 
@@ -96,19 +94,25 @@ def case_of(name: str) -> dict[str, Any]:
     return {"spec": to_json(spec), "recipe": to_json(recipe), "settings": to_json(settings)}
 
 
-def unreached(names: tuple[str, ...], module: str, planted: str = "") -> set[str]:
-    """Return what a fresh process loads for real answers, and neither the digest nor a family's covers."""
-    work = {"module": module, "planted": planted, "cases": [case_of(name) for name in names]}
+def unreached(names: tuple[str, ...], *, trace: bool = True, planted: str = "") -> tuple[set[str], set[str]]:
+    """Return what a fresh process loads for an anatomy, and for traces, that no digest covers.
+
+    Neither the digest of the module that makes it nor the family's covers these files.
+    """
+    work = {"trace": trace, "planted": planted, "cases": [case_of(name) for name in names]}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], input=json.dumps(work), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     # Listing every installed family loads what other families need, too.
-    listed, loaded = (set(paths) for paths in json.loads(done.stdout.splitlines()[-1]))
-    assert len(loaded - listed) > 10, loaded
-    families = {case["spec"]["family"] for case in work["cases"]}
-    covered = digests.reached_files(module).union(*map(files_reached_by_family, families))
-    return loaded - listed - {str(path) for path in covered}
+    listed, inspected, traced = (set(paths) for paths in json.loads(done.stdout.splitlines()[-1]))
+    assert len(inspected - listed) > 10, inspected
+    assert (len(traced - inspected) > 10) is trace, traced
+    own = set[Path]().union(*(files_reached_by_family(case["spec"]["family"]) for case in work["cases"]))
+    by_anatomy, by_trace = (
+        {str(path) for path in own.union(digests.reached_files(module))} for module in (ANATOMY, TRACER)
+    )
+    return inspected - listed - by_anatomy, traced - listed - by_trace
 
 
 # One process for all cases of a family: what covers one of them covers all.
@@ -118,18 +122,13 @@ def unreached(names: tuple[str, ...], module: str, planted: str = "") -> set[str
     [tuple(name for name in CASES if name != "diffusion"), ("diffusion",)],
     ids=["decoder", "diffusion"],
 )
-def test_a_traces_digest_covers_what_makes_it(names: tuple[str, ...]) -> None:
-    assert unreached(names, TRACER) == set()
-
-
-@pytest.mark.slow
-def test_an_anatomys_digest_covers_what_makes_it() -> None:
-    assert unreached(("LoRA",), ANATOMY) == set()
+def test_the_digests_of_anatomies_and_traces_cover_what_makes_them(names: tuple[str, ...]) -> None:
+    assert unreached(names) == (set(), set())
 
 
 @pytest.mark.slow
 def test_a_module_that_no_import_statement_names_is_noticed() -> None:
-    missed = unreached(("LoRA",), TRACER, planted="fsdptool.launch")
+    missed, _ = unreached(("LoRA",), trace=False, planted="fsdptool.launch")
     assert [path for path in missed if path.endswith("fsdptool/launch/__init__.py")]
 
 

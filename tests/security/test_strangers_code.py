@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import RECIPE, Answer, Cli, strange_model, write_job
+from attacks import CONFIG, RECIPE, Answer, Cli, strange_model, write_job
 
 from fsdptool.errors import FsdptoolError
 
@@ -39,11 +39,11 @@ def refused(answer: Answer, mark: Path, folder: str) -> None:
     assert FLAG in answer.err
 
 
-def test_a_recipe_cannot_consent(cli: Cli, job: tuple[Path, Path], mark: Path) -> None:
+def test_a_recipe_cannot_consent(here: Cli, job: tuple[Path, Path], mark: Path) -> None:
     recipe, config = job
-    refused(cli("train", recipe, "--config", config, "--cpu"), mark, "strange")
-    refused(cli("plan", "--recipe", recipe, *PLAN), mark, "strange")
-    refused(cli("launch", recipe, "--config", config), mark, "strange")
+    refused(here("train", recipe, "--config", config, "--cpu"), mark, "strange")
+    refused(here("plan", "--recipe", recipe, *PLAN), mark, "strange")
+    refused(here("launch", recipe, "--config", config), mark, "strange")
 
 
 def test_a_recipe_for_pictures_cannot_consent(cli: Cli, tmp_path: Path, mark: Path) -> None:
@@ -60,15 +60,17 @@ def test_a_teacher_cannot_consent(cli: Cli, tmp_path: Path, mark: Path) -> None:
     refused(cli("train", recipe, "--config", config, "--cpu"), mark, "strange")
 
 
-def test_a_plan_cannot_consent(cli: Cli, job: tuple[Path, Path], mark: Path, tmp_path: Path) -> None:
+def test_a_plan_cannot_consent(
+    cli: Cli, here: Cli, job: tuple[Path, Path], mark: Path, tmp_path: Path
+) -> None:
     plan = tmp_path / "plan.json"
     answer = cli("plan", "--recipe", job[0], *PLAN, FLAG, "-o", plan)
     assert answer.code == 0, answer
     assert mark.exists(), "with the flag it may run"
     assert '"trust_remote_code": true' in plan.read_text()
     mark.unlink()
-    refused(cli("plan", "--check", plan), mark, "strange")
-    refused(cli("emit-config", "--plan", plan), mark, "strange")
+    refused(here("plan", "--check", plan), mark, "strange")
+    refused(here("emit-config", "--plan", plan), mark, "strange")
     assert cli("plan", "--check", plan, FLAG).code in (0, 1)
     assert cli("emit-config", "--plan", plan, FLAG).code == 0
 
@@ -113,12 +115,13 @@ def test_a_copied_recipe_cannot_consent(cli: Cli, run_copy: Path, tmp_path: Path
 
 
 def test_consent_on_the_command_line_reaches_the_workers(
-    cli: Cli, job: tuple[Path, Path], mark: Path
+    cli: Cli, here: Cli, job: tuple[Path, Path], mark: Path
 ) -> None:
     recipe, config = job
+    config.write_text(CONFIG.replace("num_processes: 2", "num_processes: 1"))
     answer = cli("train", recipe, "--config", config, "--no-predict", FLAG, "-o", mark.parent / "out")
     assert answer.code == 0, answer
     assert mark.exists()
     mark.unlink()
-    refused(cli("export", mark.parent / "out"), mark, "strange")
+    refused(here("export", mark.parent / "out"), mark, "strange")
     assert cli("export", mark.parent / "out", FLAG).code == 0

@@ -181,6 +181,7 @@ def test_many_writers_of_one_cache_lose_nothing(tmp_path: Path) -> None:
 def test_two_runs_started_at_once_in_one_folder(tmp_path: Path) -> None:
     """One trains; the other is refused and changes nothing of the first."""
     recipe, config = write_job(tmp_path)
+    config.write_text(CONFIG.replace("num_processes: 2", "num_processes: 1"))
     argv = [sys.executable, "-P", "-m", "fsdptool", "train", str(recipe), "--config", str(config)]
     argv += ["-o", str(tmp_path / "run"), "--no-predict"]
     runs = [subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -218,7 +219,7 @@ def test_a_clock_that_goes_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert store.prune(older_than_days=0.0).failed == ()
 
 
-def test_a_read_only_folder(cli: Cli, tmp_path: Path) -> None:
+def test_a_read_only_folder(cli: Cli, here: Cli, tmp_path: Path) -> None:
     recipe, config = write_job(tmp_path)
     # Also for root, whom modes do not stop: a file where a folder has to be.
     (tmp_path / "closed").write_text("a file")
@@ -228,7 +229,7 @@ def test_a_read_only_folder(cli: Cli, tmp_path: Path) -> None:
         ("emit-config", "--preset", "single-node", "-o", closed / "a.yaml"),
         ("launch", recipe, "--config", config, "--slurm", "--script", closed / "job.sh"),
     ):
-        answer = cli(*arguments)
+        answer = here(*arguments)
         assert answer.code == 2, answer
         assert answer.err.startswith("error: ")
     answer = cli("detect", "albert:base-v2", "--format", "json", FSDPTOOL_CACHE=str(closed / "cache"))
