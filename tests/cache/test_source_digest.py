@@ -108,7 +108,8 @@ def unreached(names: tuple[str, ...], *, trace: bool = True, planted: str = "") 
     listed, inspected, traced = (set(paths) for paths in json.loads(done.stdout.splitlines()[-1]))
     assert len(inspected - listed) > 10, inspected
     assert (len(traced - inspected) > 10) is trace, traced
-    own = set[Path]().union(*(files_reached_by_family(case["spec"]["family"]) for case in work["cases"]))
+    families = {str(case_of(name)["spec"]["family"]) for name in names}
+    own: set[Path] = set().union(*map(files_reached_by_family, families))
     by_anatomy, by_trace = (
         {str(path) for path in own.union(digests.reached_files(module))} for module in (ANATOMY, TRACER)
     )
