@@ -215,7 +215,7 @@ def test_the_slider_sets_its_field(visit: Any, tiny: str) -> None:
 def test_a_suggestion_is_a_button(visit: Any, server: Server) -> None:
     page = visit()
     batch = "sequence_length=1024&micro_batch=64"
-    question = f"?reference=gpt2:small&gpu=RTX-3090-24GB&gpus=1&{batch}&search=no"
+    question = f"?reference=gpt2:small&gpu=RTX-3090-24GB&gpus=1&{batch}&search=no&compile=no"
     page.goto(f"{server.origin}/plan{question}")
     answered(page)
     assert "does not fit" in page.locator("h1").text_content()
