@@ -85,16 +85,15 @@ def reads_own_weight(kind: type) -> bool:
 def _reads_weight(module: str, name: str, owners: Collection[str]) -> bool:
     """Say whether a class among ``owners`` in a Python module reads ``name.weight``."""
     # Most sources do not contain the name, and parsing one takes far longer than searching it.
-    if not _mentions(name, _source(module)):
+    if not _mentions(name, module):
         return False
     return any(name in reads for owner, reads in _read_in(module) if owner in owners)
 
 
+@cache
 def _aliases(name: str, module: str) -> tuple[str, ...]:
     """Return the name of an embedding and the keywords by which a Python module hands it on."""
-    text = _source(module)
-    handed = rf"\b(\w+)=(?:\w+\.)+{re.escape(name)}\s*[,)]"
-    return (name, *re.findall(handed, text)) if name in text else (name,)
+    return (name, *(before[1] for before in _before(name, r"\.", r"\s*[,)]", _KEYWORD, module)))
 
 
 def _lookups(kind: type) -> Iterator[str]:
@@ -114,12 +113,30 @@ def _calls(name: str, method: str, text: str) -> bool:
     return re.search(rf"\.{re.escape(name)}\.{re.escape(method)}\(", text) is not None
 
 
-def _mentions(name: str, text: str) -> bool:
-    """Say whether a source has the name's weight outside a quoted key (``"model.embed.weight"``)."""
-    if name not in text or ".weight" not in text:
-        return False
-    start = r"""(?:(?<=[\])]\.)|(?<!["'\w.])(?:\w+\.)*)"""
-    return re.search(rf"{start}{re.escape(name)}(?:\[[^\]]*\])?\.weight\b", text) is not None
+_KEYWORD = re.compile(r"\b(\w+)=(?:\w+\.)*\w+\Z")
+_OWNERS = re.compile(r"""(?:[\])]\.|(?<!["'\w.])(?:\w+\.)*)\Z""")
+
+
+def _before(
+    name: str, begin: str, end: str, beginning: re.Pattern[str], module: str
+) -> Iterator[re.Match[str]]:
+    """Yield what stands, on the same line, before each place of a name in a Python module.
+
+    The name is found first: a pattern that begins with any word is tried at every character of the source.
+    """
+    text = _source(module)
+    if name not in text:  # as in most
+        return
+    for found in re.finditer(f"{begin}{re.escape(name)}{end}", text):
+        line = text.rfind("\n", 0, found.start()) + 1
+        if before := beginning.search(text[line : found.start()]):
+            yield before
+
+
+@cache
+def _mentions(name: str, module: str) -> bool:
+    """Say whether a Python module has the name's weight outside a quoted key (``"model.embed.weight"``)."""
+    return any(True for _ in _before(name, r"(?<!\w)", r"(?:\[[^\]]*\])?\.weight\b", _OWNERS, module))
 
 
 @cache

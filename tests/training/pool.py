@@ -20,7 +20,11 @@ from typing import Any, cast
 
 SIZE = 4
 
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "transformers.modeling_utils", "peft"]
+PRELOAD = [
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "peft"),
+    *("transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    *("fsdptool.training.trainer", "fsdptool.inspection.api"),
+]
 """Modules that the server of the ranks imports, once for all of them."""
 
 
