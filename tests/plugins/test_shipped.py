@@ -101,7 +101,7 @@ def _one_of_each_class() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(every=2, whole=4)
+@pytest.mark.sampled(every=2, whole=3)
 @pytest.mark.parametrize(("name", "sizes"), _one_of_each_class().items())
 def test_conforms(name: str, sizes: list[str]) -> None:
     assert_conforms(load_registry().get(name), flavours=sizes)

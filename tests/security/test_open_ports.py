@@ -39,10 +39,10 @@ def test_doctor_s_probe_listens_on_loopback_alone(watched_doctor: Watched) -> No
 
 
 def test_runs_that_start_at_once_all_start_whatever_their_port(tmp_path: Path) -> None:
-    """Three runs, of which two have the same fixed port."""
+    """Six runs, of which two have the same fixed port."""
     (tmp_path / "meeting.py").write_text(MEETING)
     runs = []
-    for number in range(3):
+    for number in range(6):
         settings = FsdpSettings(main_process_port=29777) if number < 2 else FsdpSettings()
         command = build_command(tmp_path / str(number), settings, processes=1, device="cpu")
         argv = list(command.argv)
