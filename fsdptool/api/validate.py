@@ -280,7 +280,7 @@ def conditions(options: LintOptions) -> Conditions:
     model, gpu, gpus, host_memory = options["model"], options["gpu"], options["gpus"], options["host_memory"]
     hardware = anatomy = None
     if gpu is not None or gpus is not None or host_memory is not None:
-        from fsdptool.planning.clusters import parse_size
+        from fsdptool.planning.clusters import check_host_memory, parse_size
         from fsdptool.planning.hardware import load_gpu
 
         if gpus is not None and gpus < 1:
@@ -288,7 +288,9 @@ def conditions(options: LintOptions) -> Conditions:
                 f"gpus must be at least 1, not {gpus}", help="give the total number of GPUs, 1 or more"
             )
         device = load_gpu(gpu) if gpu is not None else None
-        hardware = Hardware(device, gpus, parse_size(host_memory) if host_memory else None)
+        memory = parse_size(host_memory)
+        check_host_memory(memory)
+        hardware = Hardware(device, gpus, memory)
     if model is not None:
         from fsdptool.inspection import inspect
         from fsdptool.source import resolve

@@ -72,11 +72,7 @@ def make_cluster(
         raise PlanError(
             f"{gpus_per_node} x {nodes} = {gpus_per_node * nodes:,} ranks are more than is supported"
         )
-    if host_memory_bytes is not None and host_memory_bytes < 1:
-        raise PlanError(
-            f"the host memory must be positive, not {host_memory_bytes}",
-            help="give --host-memory '512 GiB' (per node), or leave it out",
-        )
+    check_host_memory(host_memory_bytes)
     if price_per_gpu_hour is not None and not 0 <= price_per_gpu_hour < math.inf:
         raise PlanError(f"the price per GPU hour must be 0 or more, not {price_per_gpu_hour}")
     if inter_node_bandwidth is not None and not 0 < inter_node_bandwidth < math.inf:
@@ -135,6 +131,19 @@ def cluster_from_data(data: Mapping[str, Any], *, name: str | None, gpus_file: P
         environment={key: _env(value) for key, value in data.get("environment", {}).items()},
     )
     return Offer(cluster, diagnostics)
+
+
+def check_host_memory(size: int | None) -> None:
+    """Check the host memory of one node, in bytes.
+
+    Raises:
+        PlanError: It is not positive.
+    """
+    if size is not None and size < 1:
+        raise PlanError(
+            f"the host memory must be positive, not {size}",
+            help="give --host-memory '512 GiB' (per node), or leave it out",
+        )
 
 
 def describe(cluster: Cluster) -> str:

@@ -97,9 +97,13 @@ def test_a_command_line_is_read_like_a_file() -> None:
 def test_flags_with_several_values_and_a_file_under_them(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(AXOLOTL)
     line = tmp_path / "run.sh"
-    line.write_text("axolotl train run.yaml --micro-batch-size 8 --lora-target-modules q_proj v_proj\n")
+    line.write_text(
+        "axolotl train run.yaml --micro-batch-size 8 --lora-target-modules q_proj v_proj"
+        " --lora-mlp-kernel True\n"
+    )
     run = describe_path(line)
     assert run is not None
+    assert run.fused_kernels == ("fused_glu",)
     assert (run.micro_batch, run.lora_rank, run.method) == (8, 16, "qlora")
 
 

@@ -228,10 +228,19 @@ def test_an_environment_is_not_asked_for_what_it_cannot_say() -> None:
     assert not read_settings(text).diagnostics
 
 
-@pytest.mark.parametrize("count", ["0", "-3"])
-def test_no_gpus_are_a_mistake_of_the_caller(count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["validate", "good.yaml", "--gpus", count]) == 2
-    assert f"gpus must be at least 1, not {count}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--gpus", "0"], "gpus must be at least 1, not 0"),
+        (["--gpus", "-3"], "gpus must be at least 1, not -3"),
+        (["--host-memory", "0"], "the host memory must be positive, not 0"),
+    ],
+)
+def test_no_hardware_is_a_mistake_of_the_caller(
+    option: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", "good.yaml", *option]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_anchors_go_after_what_uses_them() -> None:

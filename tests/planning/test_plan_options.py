@@ -103,6 +103,15 @@ def test_closed_dimensions_are_those_of_a_search_point() -> None:
     assert dimensions - {"mesh", "wrap"} <= set(SearchPoint.__dataclass_fields__)
 
 
+@pytest.mark.parametrize("given", [{"dp_shard": 4}, {"dp_replicate": 1}])
+def test_a_mesh_that_is_given_twice_and_differs_is_refused(given: dict[str, int]) -> None:
+    (name,) = given
+    with pytest.raises(PlanError, match=f"--hsdp 2x2 contradicts .*{name.replace('_', '-')}"):
+        read_request(Options(reference="gpt2:small", gpu="L4-24GB", gpus=4, hsdp="2x2", **given))
+    same = Options(reference="gpt2:small", gpu="L4-24GB", gpus=4, hsdp="2x2", dp_shard=2)
+    assert read_request(same).inputs.settings.mesh.dp_replicate == 2
+
+
 def test_options_reach_the_records_they_set() -> None:
     options = Options(
         reference="gpt2:small",

@@ -474,7 +474,9 @@ def _precision(lint: LintContext, gpu: Gpu) -> None:
 def _count(lint: LintContext, hardware: Hardware) -> None:
     processes = lint.get("num_processes")
     if hardware.gpus is not None and isinstance(processes, int) and processes != hardware.gpus:
-        lint.report_value("FSD504", f"{processes} processes for {hardware.gpus} GPUs", "num_processes")
+        ours = f"{processes} process{'' if processes == 1 else 'es'}"
+        gpus = f"{hardware.gpus} GPU{'' if hardware.gpus == 1 else 's'}"
+        lint.report_value("FSD504", f"{ours} for {gpus}", "num_processes")
 
 
 def _offload(lint: LintContext, hardware: Hardware) -> None:

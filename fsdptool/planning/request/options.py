@@ -279,7 +279,14 @@ def read_options(options: Options) -> Options:
             value = tuple(one_of(flag, item, choices) for item in value)
         values[name] = value
     if "hsdp" in values:
-        values["dp_replicate"], values["dp_shard"] = hsdp_shape(values["hsdp"])
+        sizes = dict(zip(("dp_replicate", "dp_shard"), hsdp_shape(values["hsdp"]), strict=True))
+        for name, size in sizes.items():
+            if values.get(name, size) != size:
+                flag = declared()[name].flags[0]
+                raise PlanError(
+                    f"--hsdp {values['hsdp']} contradicts {flag} {values[name]}", help="give one of them"
+                )
+        values |= sizes
     if "reshard" in values:
         values["reshard"] = reshard_value(values["reshard"])
     return cast("Options", values)

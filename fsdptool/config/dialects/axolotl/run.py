@@ -123,10 +123,10 @@ def _refusals(read: RunReader, adapter: str) -> Iterator[str]:
     """Yield what the schema refuses (utils/schemas): the run is described all the same."""
     if not read.has("learning_rate"):
         yield "learning_rate is missing: axolotl stops"
-    switched = [key for key in _ATTENTION if read.raw(key) is True]
+    switched = [key for key in _ATTENTION if read.switched_on(key)]
     if switched and read.has("attn_implementation"):
         yield f"attn_implementation cannot be combined with {switched[0]} (config.py:1571)"
-    if not adapter and (read.raw("load_in_8bit") is True or read.raw("load_in_4bit") is True):
+    if not adapter and (read.switched_on("load_in_8bit") or read.switched_on("load_in_4bit")):
         yield "load_in_8bit and load_in_4bit need an adapter"
     if read.has("batch_size") and read.has("gradient_accumulation_steps"):
         yield "only one of gradient_accumulation_steps and batch_size may be set (validation.py:278)"
@@ -232,11 +232,11 @@ def _fused_kernels(read: RunReader, plugins: str) -> tuple[str, ...]:
     found = {
         name
         for name, keys in _KERNELS.items()
-        if "liger" in plugins and any(read.raw(k) is True for k in keys)
+        if "liger" in plugins and any(read.switched_on(k) for k in keys)
     }
-    if read.raw("lora_mlp_kernel") is True:
+    if read.switched_on("lora_mlp_kernel"):
         found.add("fused_glu")
-    if all(read.raw(key) is True for key in _LORA_KERNELS):
+    if all(read.switched_on(key) for key in _LORA_KERNELS):
         found.add("fused_lora")
     return tuple(sorted(found))
 
