@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdptool.errors import ConfigError
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, ModelChoice, Recipe
+from fsdptool.records.recipe import SYNTHETIC_SAMPLES, Data, DataOptions, ModelChoice, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,7 +182,9 @@ def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -
                 help="name the columns source and target, or set them in the recipe"
                 " (docs/how-to/train-on-text.md)",
             )
-        options = {} if pair == _PAIRS[0] else {"source_column": pair[0], "target_column": pair[1]}
+        options: DataOptions = {}
+        if pair != _PAIRS[0]:
+            options = {"source_column": pair[0], "target_column": pair[1]}
         return DataLook(replace(data, options=options), "pairs", columns, _longest(rows, pair))
     text = _text_column(rows, columns, data)
     data = replace(data, text_column=text)
@@ -194,8 +196,8 @@ def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -
             f"--data {data.path}: no label among the columns {', '.join(columns)}",
             help="name the column label, or set data.options.label_column in the recipe",
         )
-    options = {} if label == "label" else {"label_column": label}
-    return DataLook(replace(data, options=options), "labels", columns, _longest(rows, (text,)))
+    labels: DataOptions = {} if label == "label" else {"label_column": label}
+    return DataLook(replace(data, options=labels), "labels", columns, _longest(rows, (text,)))
 
 
 def _is_chat(value: Any) -> bool:
@@ -216,7 +218,7 @@ def _chat(data: Data, column: str, columns: tuple[str, ...], rows: Sequence[Mapp
             f"--data {data.path}: a turn of {column} has the keys {shown}, not role and content",
             help="rename them, for example with datasets.map",
         )
-    options = {} if column == "messages" else {"messages_column": column}
+    options: DataOptions = {} if column == "messages" else {"messages_column": column}
     longest = max(sum(len(str(turn.get("content") or "")) for turn in chat) for chat in chats)
     # A column of this name would take precedence over the messages.
     text_column = "text" if "text" not in columns else column

@@ -35,7 +35,7 @@ from fsdptool.records.annotations import (
 )
 from fsdptool.records.checkpointing import read_selector
 from fsdptool.records.codec import from_json, to_json
-from fsdptool.records.recipe import DATA_OPTIONS, Data, Evaluation, Method, Recipe
+from fsdptool.records.recipe import Data, DataOptions, Evaluation, Method, Recipe
 
 _BLOCKS = {
     "fsdp_config": [item for item in FSDP_KEYS.items() if item[1] in COMMON[2:]],
@@ -203,7 +203,7 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
             f"write it there as {owner}",
         )
     near = spelling.nearest(key, fields, cutoff=0.6)
-    if key in DATA_OPTIONS and record in (Data, Evaluation):
+    if key in fields_of(DataOptions) and record in (Data, Evaluation):
         advice = "write it under data.options:"
     elif near is None and key in _OTHER_NAMES:
         advice = f"write {_OTHER_NAMES[key]}"

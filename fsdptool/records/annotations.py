@@ -12,7 +12,17 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 
 class Keywords:
@@ -42,6 +52,7 @@ class Shape(Enum):
     """A fixed number of items."""
     MAPPING = "mapping"
     RECORD = "record"
+    """A dataclass, or a ``TypedDict`` of which every key may be left out."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +149,7 @@ def _kind(hint: Any) -> Kind:
         return Kind(Shape.LIST, items=(read_annotation(arguments[0]),))
     if origin is not None or hint is Mapping:
         return Kind(Shape.MAPPING, items=tuple(map(read_annotation, arguments or (str, Any))))
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or is_typeddict(hint):
         return Kind(Shape.RECORD, hint)
     if issubclass(hint, Enum):
         return Kind(Shape.CHOICE, hint, choices={member.value: member for member in hint})
@@ -155,6 +166,7 @@ class RecordField:
         annotation: What it may be.
         default: What it is unless given; ``dataclasses.MISSING`` where it is required or a factory makes it.
         required: Whether it must be given.
+        sparse: Whether JSON holds it only where it was given: a key of a ``TypedDict``.
     """
 
     name: str
@@ -162,10 +174,11 @@ class RecordField:
     annotation: Annotation
     default: Any
     required: bool
+    sparse: bool = False
 
 
 def fields_of(record: type) -> Mapping[str, RecordField]:
-    """Return the fields of a dataclass by their keys, in order."""
+    """Return the fields of a dataclass, or the keys of a ``TypedDict``, in order."""
     return _fields_of(cast("Any", record))
 
 
@@ -173,6 +186,11 @@ def fields_of(record: type) -> Mapping[str, RecordField]:
 def _fields_of(record: Any) -> Mapping[str, RecordField]:
     hints = get_type_hints(record, include_extras=True)
     missing = dataclasses.MISSING
+    if is_typeddict(record):
+        return {
+            name: RecordField(name, name, read_annotation(hint), missing, required=False, sparse=True)
+            for name, hint in hints.items()
+        }
     return {
         key_of(field): RecordField(
             field.name,

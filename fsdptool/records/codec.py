@@ -51,7 +51,7 @@ def from_json(record: type[T], data: Any, *, where: str = "") -> T:
     """Build ``record`` from JSON data.
 
     Args:
-        record: A frozen dataclass.
+        record: A frozen dataclass, or a ``TypedDict``.
         data: What :func:`to_json` returned.
         where: Path of ``data`` in its document, for messages.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
-from fsdptool.records.annotations import Count, Keywords, Positive
+from fsdptool.records.annotations import Count, Keywords, Positive, Text
 from fsdptool.records.checkpointing import Checkpointing
 from fsdptool.records.sharding import Grouping, Layout
 
@@ -139,16 +139,59 @@ says otherwise: each loading process holds as many."""
 Source = Literal["text", "jsonl", "parquet", "dataset", "images", "latents", "python", "synthetic"]
 """Kinds of data. ``python`` is your own code: ``data.path`` names it as ``package.module:name``."""
 
-DATA_OPTIONS = (
-    *("name", "data_files", "revision", "document", "samples", "shuffle_buffer"),
-    *("messages_column", "assistant_turns", "prompt_column", "source_column", "target_column", "prefix"),
-    *("chosen_column", "rejected_column"),
-    *("label_column", "labels", "packing", "mask_share", "start_method"),
-    *("pipeline", "latents", "shard_size", "buckets", "fps", "posterior"),
-    *("prompts", "sample_steps", "sample_tokens", "temperature"),
-)
-"""Every name ``data.options`` may hold (docs/how-to/name-data.md says what reads which)."""
-DataOptions = Annotated[Mapping[str, Any], Keywords(propertyNames={"enum": list(DATA_OPTIONS)})]
+
+class DataOptions(TypedDict, total=False):
+    """What single sources of data read (docs/how-to/name-data.md); what is left out has their default."""
+
+    name: str
+    """The configuration of a ``dataset``."""
+    data_files: str | Sequence[str] | Mapping[str, str | Sequence[str]]
+    revision: str
+    document: Literal["file", "paragraph", "line"]
+    """What one document of ``text`` is."""
+    samples: Positive
+    """Samples of an epoch: of ``synthetic``, and of a stream of your own code."""
+    shuffle_buffer: Positive
+    """Consecutive samples of a stream that are shuffled among themselves."""
+    start_method: Literal["forkserver", "spawn", "fork"]
+    """How loading processes start."""
+    messages_column: str
+    assistant_turns: tuple[Text, Text]
+    """What begins and what ends a turn of the assistant."""
+    prompt_column: str
+    chosen_column: str
+    rejected_column: str
+    source_column: str
+    target_column: str
+    prefix: str
+    """The text before every source."""
+    label_column: str
+    labels: Sequence[str | int | float | bool]
+    """The classes, in the order of their numbers."""
+    packing: Literal["wrap", "fit"]
+    """Whether a document may go on in the next sequence (``wrap``), or lies in one (``fit``)."""
+    mask_share: Annotated[float, Keywords(exclusiveMinimum=0, maximum=1)]
+    """The share of the tokens that a masked language model guesses."""
+    pipeline: str
+    """The folder of a diffusers pipeline, whose VAE and text encoders are used."""
+    latents: str
+    """The folder of precomputed latents."""
+    shard_size: Positive
+    """Pictures in a file of latents."""
+    buckets: Literal["aspect"] | Sequence[tuple[int, int]]
+    """Training sizes: every aspect ratio, or a list of height and width."""
+    fps: AboveZero | Literal["spread"]
+    """Frames a second of clips; ``spread`` takes them from the whole video."""
+    posterior: Literal["mean", "draw"]
+    """What is kept of the VAE's distribution."""
+    prompts: Sequence[str]
+    """Texts to which samples of an evaluation are written."""
+    sample_steps: Positive
+    """Denoising steps of a sample."""
+    sample_tokens: Positive
+    """Tokens of a sample."""
+    temperature: AtLeastZero
+    """0 takes the likeliest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +211,7 @@ class Data:
     assistant_only_loss: bool = False
     workers: Count = 0
     shuffle: bool = True
-    options: DataOptions = field(default_factory=dict)
+    options: DataOptions = field(default_factory=DataOptions)
 
     @property
     def padded(self) -> Padding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, is_typeddict
 
 from fsdptool.records.annotations import Annotation, Kind, Shape, fields_of
 from fsdptool.records.codec import to_json
@@ -115,7 +115,7 @@ class _Generator:
         documented = field_documentation(record)
         required, properties = [], {}
         for key, field in fields_of(record).items():
-            if self._form.kind == "output" or field.required:
+            if (self._form.kind == "output" and not field.sparse) or field.required:
                 required.append(key)
             entry = self._type(field.annotation)
             if field.name in documented:
@@ -194,7 +194,7 @@ def field_documentation(record: type) -> dict[str, str]:
     """Return what a record says of its fields: under ``Attributes:`` or in the text that follows one."""
     documented: dict[str, str] = {}
     for base in reversed(record.__mro__):
-        if dataclasses.is_dataclass(base):
+        if dataclasses.is_dataclass(base) or is_typeddict(base):
             documented |= dict(_attributes(base.__doc__ or "")) | dict(_field_texts(base))
     return documented
 

@@ -230,9 +230,6 @@ def pick(
 
 Change = Callable[[str], str]
 
-_PATH_OPTIONS = ("pipeline", "latents")
-"""Options of ``data`` that may name a folder."""
-
 
 def locate(text: str, folder: Path | None) -> str:
     """Return a path that a file in ``folder`` names: as found in that folder, else as it is written.
@@ -293,10 +290,11 @@ def _change_models(recipe: Recipe, change: Change) -> Recipe:
 
 def _change_data(recipe: Recipe, change: Change) -> Recipe:
     def changed(data: Data) -> Data:
-        options = {
-            name: change(value) if name in _PATH_OPTIONS and isinstance(value, str) else value
-            for name, value in data.options.items()
-        }
+        options = data.options.copy()
+        if "pipeline" in options:
+            options["pipeline"] = change(options["pipeline"])
+        if "latents" in options:
+            options["latents"] = change(options["latents"])
         bundled = data.source == "text" and data.path == "pydoc"
         place = data.path
         if place is not None and data.source == "python":

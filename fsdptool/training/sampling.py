@@ -208,15 +208,15 @@ class Sampler:
         from fsdptool.training.sampling import denoise
 
         batch = self._example(number)
-        return denoise(model, self._objective, batch, steps=int(self._options.get("sample_steps", 20)))
+        return denoise(model, self._objective, batch, steps=self._options.get("sample_steps", 20))
 
     def _words(self, model: nn.Module, number: int) -> tuple[list[int], list[int]]:
         from fsdptool.training.sampling import continue_text, translate
 
         # On the CPU and of the same seed on every rank: all choose the same token.
         generator = torch.Generator().manual_seed(mix(self._recipe.seed, number, 31))
-        count = int(self._options.get("sample_tokens", 32))
-        temperature = float(self._options.get("temperature", 0.0))
+        count = self._options.get("sample_tokens", 32)
+        temperature = self._options.get("temperature", 0.0)
         example = self._example(number)
         if self._objective.generates == "translation":
             prompt_ids = example["input_ids"][0].tolist()
@@ -244,7 +244,7 @@ class Sampler:
         if not prompts:
             tokens = example["input_ids"].flatten(0, -2)[:1]  # of a pair of answers, the first
             return tokens[:, : max(min(32, tokens.shape[1] // 4), 1)]
-        text = str(prompts[number % len(prompts)])
+        text = prompts[number % len(prompts)]
         (ids,) = self._encoder().encode([text], special=False)
         ids = [*self._encoder().frame[0], *ids.tolist()]
         return torch.tensor([ids or [0]], device=example["input_ids"].device)

@@ -106,7 +106,7 @@ def pipeline_folder(recipe: Recipe, spec: ModelSpec) -> Path:
         ConfigError: There is none, so there is no VAE and no text encoder.
     """
     requested = recipe.data.options.get("pipeline")
-    places = [Path(str(requested)).expanduser()] if requested else []
+    places = [Path(requested).expanduser()] if requested else []
     if not requested and spec.folder is not None:
         places = [Path(spec.folder), Path(spec.folder).parent]
     for place in places:

@@ -129,7 +129,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
         pipeline=pipeline,
         buckets=buckets,
         pictures=list_pictures(data, buckets),
-        shard_size=int(data.options.get("shard_size", _SHARD)),
+        shard_size=data.options.get("shard_size", _SHARD),
         key="",
         name=name,
         length=lengths[0] if lengths else None,
@@ -139,7 +139,7 @@ def plan_work(recipe: Recipe, spec: ModelSpec, cache: Path) -> DiffusionWork:
     )
     key = _key(work, Path(str(data.path)).expanduser().name)
     requested = data.options.get("latents")
-    folder = Path(str(requested)).expanduser() if requested else cache / "latents" / key
+    folder = Path(requested).expanduser() if requested else cache / "latents" / key
     return dataclasses.replace(work, key=key, folder=folder)
 
 
@@ -175,11 +175,7 @@ def _rate(recipe: Recipe, spec: ModelSpec) -> float | None:
     if requested is None:
         known: float | None = family.frame_rate(spec.config) if hasattr(family, "frame_rate") else None
         return known
-    if requested == "spread":
-        return None
-    if isinstance(requested, bool) or not isinstance(requested, int | float) or not requested > 0:
-        raise ConfigError(f"data.options.fps {requested!r} is neither spread nor a number of frames a second")
-    return float(requested)
+    return None if requested == "spread" else requested
 
 
 def _check_sizes(recipe: Recipe, spec: ModelSpec, buckets: Iterable[Bucket]) -> None:

@@ -27,7 +27,7 @@ from fsdptool.files.values import load_schema
 from fsdptool.inspection import inspect
 from fsdptool.modeling.context_parallel import attention_kinds
 from fsdptool.records.mesh import ParallelDims
-from fsdptool.records.recipe import DATA_OPTIONS, Recipe
+from fsdptool.records.recipe import DataOptions, Recipe
 from fsdptool.records.schema import generate
 from fsdptool.source import resolve
 
@@ -58,6 +58,10 @@ WRONG = {
     "tracking:\n  backends: wandb\n": ("must be a list", None),
     "steps:\n  - 1\n": ("must be a whole number", None),
     "data:\n  options: {mask_shar: 0.2}\n": ("key 'data.options.mask_shar'", "did you mean mask_share?"),
+    "data:\n  options: {packing: warp}\n": ("data.options.packing is 'warp'", "did you mean wrap?"),
+    "data:\n  options: {prompts: A tale}\n": ("recipe:4:22: data.options.prompts must be a list", None),
+    "data:\n  options: {temperature: -1}\n": ("data.options.temperature must be at least 0", "leave it"),
+    "data:\n  options: {buckets: [64]}\n": ("data.options.buckets", None),
     "model2: [\n": ("not YAML", None),
 }  # fmt: skip
 
@@ -173,7 +177,7 @@ def test_every_data_option_is_read_and_no_other() -> None:
         if "objective.options" not in line:
             for one, several in reading.findall(line):
                 found |= {one} if one else set(re.findall(r"\w+", several))
-    assert found == set(DATA_OPTIONS)
+    assert found == set(DataOptions.__annotations__)
 
 
 def test_the_model_is_required(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import pyarrow as pa
@@ -369,7 +369,7 @@ def hole(path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["file", "line", "paragraph"])
-def test_text_that_is_no_text_is_one_line(unit: str, tmp_path: Path) -> None:
+def test_text_that_is_no_text_is_one_line(unit: Literal["file", "line", "paragraph"], tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     data = Data(source="text", path=str(path), options={"document": unit})
     path.write_bytes("naïve\n".encode("latin-1"))
@@ -382,7 +382,9 @@ def test_text_that_is_no_text_is_one_line(unit: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["file", "paragraph"])
 @pytest.mark.parametrize("gap", ["", " ", "\n"])
-def test_a_document_of_any_length_is_read_in_parts(unit: str, gap: str, tmp_path: Path) -> None:
+def test_a_document_of_any_length_is_read_in_parts(
+    unit: Literal["file", "paragraph"], gap: str, tmp_path: Path
+) -> None:
     """Also one without lines, and one without words; joined, the parts are the document."""
     path = tmp_path / "a.txt"
     text = f"wörd{gap}" * (3 << 18)

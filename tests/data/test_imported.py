@@ -18,7 +18,7 @@ from fsdptool.config.recipe import dump_recipe, read_recipe
 from fsdptool.errors import ConfigError
 from fsdptool.families.objectives.features import ModuleLoss
 from fsdptool.records.anatomy import ModelSpec, Reference
-from fsdptool.records.recipe import Batch, Data, Evaluation, ModelChoice, Objective, Recipe
+from fsdptool.records.recipe import Batch, Data, DataOptions, Evaluation, ModelChoice, Objective, Recipe
 from fsdptool.source import rebased, with_places
 from fsdptool.training.data import build_batches, build_evaluation, prepare
 from fsdptool.training.data.build import with_counts
@@ -111,7 +111,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def recipe_of(folder: Path, name: str, *, evaluation: Evaluation | None = None, **data: Any) -> Recipe:
-    options = {"start_method": "fork", **data.pop("options", {})}
+    options = DataOptions(start_method="fork") | data.pop("options", DataOptions())
     return Recipe(
         ModelChoice("some.net:Net", trust_remote_code=True),
         objective=Objective("module", options={"inputs": INPUTS}),

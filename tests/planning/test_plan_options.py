@@ -104,7 +104,7 @@ def test_closed_dimensions_are_those_of_a_search_point() -> None:
 
 
 @pytest.mark.parametrize("given", [{"dp_shard": 4}, {"dp_replicate": 1}])
-def test_a_mesh_that_is_given_twice_and_differs_is_refused(given: dict[str, int]) -> None:
+def test_a_mesh_that_is_given_twice_and_differs_is_refused(given: Options) -> None:
     (name,) = given
     with pytest.raises(PlanError, match=f"--hsdp 2x2 contradicts .*{name.replace('_', '-')}"):
         read_request(Options(reference="gpt2:small", gpu="L4-24GB", gpus=4, hsdp="2x2", **given))

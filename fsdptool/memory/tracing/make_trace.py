@@ -6,7 +6,7 @@ import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -252,17 +252,9 @@ def sampled_recipe(recipe: Recipe) -> Recipe:
     batch, data = replace(recipe.batch, micro_batch=1), recipe.data
     if batch.sequence_length is not None:
         prompt = 32 if data.options.get("prompts") else max(min(32, batch.sequence_length // 4), 1)
-        window = prompt + _sampled_tokens(data.options.get("sample_tokens", 32))
+        window = prompt + data.options.get("sample_tokens", 32)
         batch = replace(batch, sequence_length=max(min(window, batch.sequence_length), 2))
     return replace(recipe, batch=batch, data=replace(data, packing=False))
-
-
-def _sampled_tokens(value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"data.options.sample_tokens {value!r} is not a number of tokens", help="give 1 or more"
-        )
-    return value
 
 
 def trained_model(

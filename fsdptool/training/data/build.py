@@ -22,7 +22,6 @@ from fsdptool.training.data.labelled import open_labelled
 from fsdptool.training.data.language import open_language
 from fsdptool.training.data.loader import Loader, Opened, RankShare, Stack
 from fsdptool.training.data.order import PlainOrder, mix
-from fsdptool.training.data.workers import START_METHODS
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +109,7 @@ def build_batches(
         opened.order,
         share,
         workers=_processes(recipe.data),
-        start_method=_start_method(recipe.data),
+        start_method=recipe.data.options.get("start_method", "forkserver"),
         device=device,
     )
 
@@ -148,7 +147,7 @@ def build_evaluation(
         opened.order,
         share,
         workers=_processes(data),
-        start_method=_start_method(data),
+        start_method=data.options.get("start_method", "forkserver"),
         steps=steps,
         device=device,
     )
@@ -211,16 +210,6 @@ def share_of(recipe: Recipe, *, rank: int, world: int) -> RankShare:
 def _processes(data: Data) -> int:
     """Return the loading processes of a rank: at least one where other people's code draws random numbers."""
     return max(data.workers, 1) if data.source == "python" else data.workers
-
-
-def _start_method(data: Data) -> str:
-    method = str(data.options.get("start_method", START_METHODS[0]))
-    if method not in START_METHODS:
-        raise ConfigError(
-            f"data.options.start_method {method!r} is not one of {', '.join(START_METHODS)}",
-            help="leave it out unless processes cannot be started the usual way",
-        )
-    return method
 
 
 def _open(recipe: Recipe, spec: ModelSpec, data: Data, cache: Path, *, part: str) -> Opened:
@@ -290,7 +279,7 @@ def _one_sample(recipe: Recipe, spec: ModelSpec) -> tuple[Sequence[TensorSpec], 
 
 def _synthetic(recipe: Recipe, spec: ModelSpec, data: Data, part: str) -> Opened:
     one, shared = _one_sample(recipe, spec)
-    count = int(data.options.get("samples", SYNTHETIC_SAMPLES))
+    count = data.options.get("samples", SYNTHETIC_SAMPLES)
     # Held-out samples are further draws, not a share of the training ones.
     seed = recipe.seed if part == "train" else mix(recipe.seed, 11)
     samples = Synthetic(one, shared=shared, count=count, seed=seed)

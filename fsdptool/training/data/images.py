@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, read_csv, read_lines, read_source
 from fsdptool.files.values import load_json
-from fsdptool.records.recipe import Data
+from fsdptool.records.recipe import Data, DataOptions
 from fsdptool.training.data.sources import path_of
 from fsdptool.training.data.videos import VIDEOS, read_video, spread, video_size
 
@@ -217,7 +217,7 @@ _ORIENTATION = 0x0112
 
 
 def buckets_of(
-    height: int, width: int, frames: int, options: Mapping[str, Any], *, step: int
+    height: int, width: int, frames: int, options: DataOptions, *, step: int
 ) -> tuple[Bucket, ...]:
     """Return the training sizes of a recipe.
 
@@ -234,12 +234,8 @@ def buckets_of(
         sizes = [(height, width)]
     elif requested == "aspect":
         sizes = _aspects(height * width, step)
-    elif isinstance(requested, Sequence) and not isinstance(requested, str):
-        sizes = [(int(size[0]), int(size[1])) for size in requested]
     else:
-        raise ConfigError(
-            f"data.options.buckets {requested!r} is neither aspect nor a list of [height, width]"
-        )
+        sizes = list(requested)
     for tall, wide in sizes:
         if tall % step or wide % step or tall < 1 or wide < 1:
             raise ConfigError(

@@ -53,7 +53,7 @@ def tokenised(kind: str, data: Data, encoder: Encoder, *, cache: Path) -> Ragged
 
 
 def _key(kind: str, data: Data, encoder: Encoder, source: SampleSource) -> str:
-    options = {name: data.options[name] for name in TEXT_SAMPLES[kind].options if name in data.options}
+    options = {name: value for name, value in data.options.items() if name in TEXT_SAMPLES[kind].options}
     parts = [
         _VERSION,
         kind,

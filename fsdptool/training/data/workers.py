@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Make = Callable[[int], Mapping[str, Any]]
 """Returns the micro-batch of a number counted from the loading's start. Picklable."""
 
-START_METHODS = ("forkserver", "spawn", "fork")
 _ALIGNMENT = 16
 _PATIENCE = 2.0
 

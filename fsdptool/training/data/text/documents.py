@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def tokenise_documents(
     if first is None:
         return
     rows = itertools.chain([first], rows)
-    messages = str(data.options.get("messages_column", "messages"))
+    messages = data.options.get("messages_column", "messages")
     prompt = data.options.get("prompt_column")
     if messages in first and data.text_column not in first:
         yield from _chats(messages, data, encoder, source, rows)
@@ -143,15 +143,7 @@ def _equals(name: str, value: Any) -> Callable[[Row], bool]:
 
 def turns_of(data: Data) -> tuple[str, str] | None:
     """Return the texts around a turn of the assistant that the recipe gives."""
-    given = data.options.get("assistant_turns")
-    if given is None:
-        return None
-    if not isinstance(given, Sequence) or [type(part) for part in given] != [str, str] or not all(given):
-        raise ConfigError(
-            "data.options.assistant_turns is not a list of two texts",
-            help='give what begins and what ends a turn: ["<|im_start|>assistant\\n", "<|im_end|>"]',
-        )
-    return str(given[0]), str(given[1])
+    return data.options.get("assistant_turns")
 
 
 def _completions(
@@ -233,8 +225,6 @@ def sequences(of: Material) -> Sequences:
     rows = of.rows[lengths[of.rows] > 0]
     length = of.wanted["input_ids"].shape[-1]
     strategy = of.data.options.get("packing", "fit" if of.data.assistant_only_loss else "wrap")
-    if strategy not in ("wrap", "fit"):
-        raise ConfigError(f"data.options.packing {strategy!r} is neither wrap nor fit")
     packing: Packing
     if not of.data.packing:
         packing = single(lengths, rows, length=length)
@@ -279,7 +269,7 @@ class Masked(TextSamples):
             specials=np.union1d(known, [of.encoder.pad]),
             mask=of.encoder.mask,
             vocabulary=of.encoder.vocabulary,
-            share=float(of.data.options.get("mask_share", 0.15)),
+            share=of.data.options.get("mask_share", 0.15),
             seed=of.recipe.seed,
         )
 

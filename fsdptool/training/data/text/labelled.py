@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class LabelledTexts(TextSamples):
         self, data: Data, encoder: Encoder, source: SampleSource, facts: dict[str, Any]
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens and the label of one text after another."""
-        name = str(data.options.get("label_column", "label"))
+        name = data.options.get("label_column", "label")
         labels = _label_names(name, data, source)
         facts["labels"] = list(labels)
         numbers = {label: number for number, label in enumerate(labels)}
@@ -105,7 +105,7 @@ class Labelled:
 def _label_names(name: str, data: Data, source: SampleSource) -> list[str]:
     """The recipe's list, or every label that occurs: numbers in their order, names sorted."""
     listed = data.options.get("labels")
-    if isinstance(listed, Sequence) and not isinstance(listed, str):
+    if listed is not None:
         return [str(label) for label in listed]
     seen = {str(column(row, name, source, "data.options.label_column")) for row in source.rows()}
     try:
@@ -128,10 +128,10 @@ class SourcesAndTargets(TextSamples):
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one pair after another."""
         names = [
-            str(data.options.get("source_column", "source")),
-            str(data.options.get("target_column", "target")),
+            data.options.get("source_column", "source"),
+            data.options.get("target_column", "target"),
         ]
-        prefix = str(data.options.get("prefix", ""))
+        prefix = data.options.get("prefix", "")
         for group in groups(source.rows()):
             sources = [
                 prefix + text_column(row, names[0], source, "data.options.source_column") for row in group

@@ -46,8 +46,8 @@ class Preferences(TextSamples):
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the tokens of one pair after another."""
         names = [
-            str(data.options.get("chosen_column", "chosen")),
-            str(data.options.get("rejected_column", "rejected")),
+            data.options.get("chosen_column", "chosen"),
+            data.options.get("rejected_column", "rejected"),
         ]
         template: ChatTemplate | None = None
         for row in source.rows():
@@ -116,7 +116,7 @@ Answer = tuple[NDArray[np.int64], NDArray[np.uint8]]
 
 
 def _texts(values: list[str], data: Data, encoder: Encoder, source: SampleSource, row: Row) -> list[Answer]:
-    name = str(data.options.get("prompt_column", "prompt"))
+    name = data.options.get("prompt_column", "prompt")
     wanted = name in row or "prompt_column" in data.options
     prompt = text_column(row, name, source, "data.options.prompt_column") if wanted else ""
     first, *answers = encoder.encode([prompt, *values], special=False)
@@ -134,7 +134,7 @@ def _conversations(
 
     for name, messages in zip(names, values, strict=True):
         _check(name, messages, source)
-    prompt = row.get(str(data.options.get("prompt_column", "prompt")))
+    prompt = row.get(data.options.get("prompt_column", "prompt"))
     before = list(prompt) if isinstance(prompt, list) else []
     chosen, rejected = ([*before, *messages] for messages in values)
     pairs = enumerate(zip(chosen, rejected, strict=False))
