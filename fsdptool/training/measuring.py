@@ -57,8 +57,9 @@ from fsdptool.training.state import RunState
 from fsdptool.training.step import Stepper
 from fsdptool.training.trainer import assemble
 
-_BUDGET_SECONDS = 0.2
-"""How long one figure is measured. The largest products run for longer, so that clocks settle."""
+_BUDGET_SECONDS = {"cuda": 0.2, "cpu": 0.02}
+"""How long one figure is measured on a kind of device. The largest products run for longer, so that clocks
+settle. On CPUs that is a rehearsal, whose figures calibrate nothing."""
 
 _KERNELS = {
     "cuda": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),
@@ -68,14 +69,16 @@ _MATH_BYTES = 8 << 30
 """Plain products keep every score: they are left out where that would take more."""
 
 
-def seconds(call: Callable[[], Any], device: torch.device, *, budget: float = _BUDGET_SECONDS) -> float:
-    """Return the seconds of one call: an average over as many as ``budget`` seconds hold, two at least."""
+def seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of one call: an average over as many as the device's budget holds, two at least."""
     call()
     wait(device)
     began = time.perf_counter()
     call()
     wait(device)
-    repeats = max(2, min(1000, int(budget / max(time.perf_counter() - began, 1e-6))))
+    repeats = max(
+        2, min(1000, int(_BUDGET_SECONDS.get(device.type, 0.02) / max(time.perf_counter() - began, 1e-6)))
+    )
     began = time.perf_counter()
     for _ in range(repeats):
         call()

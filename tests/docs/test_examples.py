@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,15 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield page.relative_to(ROOT).as_posix(), shlex.split(match[1], comments=True)
 
 
+@cache
+def application() -> Any:
+    """Return the command line's parser, built once."""
+    return typer.main.get_command(build_app())
+
+
 def problem(words: list[str]) -> str | None:
     """Return what is wrong with a command line, or None."""
-    command: Any = typer.main.get_command(build_app())
+    command = application()
     # What follows the two dashes is another program's command line.
     rest = list(takewhile(lambda word: word != "--", words[1:]))
     while rest and getattr(command, "commands", {}).get(rest[0]):

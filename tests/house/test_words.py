@@ -78,9 +78,9 @@ def idioms(text: str) -> list[str]:
 
 def strings(source: str) -> Iterator[tuple[int, str]]:
     """Yield the string literals and docstrings of a module with their lines; ``{}`` stands for a value."""
-    tree = ast.parse(source)
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):

@@ -23,6 +23,8 @@ SIZE = 4
 PRELOAD = [
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "peft"),
     *("transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "mixtral", "qwen3_moe", "t5")),
+    *("diffusers.models.transformers.transformer_sd3", "diffusers.models.unets.unet_2d_condition"),
     *("fsdptool.training.trainer", "fsdptool.inspection.api"),
 ]
 """Modules that the server of the ranks imports, once for all of them."""
