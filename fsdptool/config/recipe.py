@@ -253,7 +253,18 @@ def _check(source: SourceText, annotation: Annotation, node: Node, where: str) -
             return
         except ConfigError as error:
             failures.append(error)
-    raise failures[0]
+            if kind.shape in _WRITTEN_AS.get(node.kind, ()):
+                raise
+    if len(failures) == 1:
+        raise failures[0]
+    value = repr(node.value) if node.kind == "scalar" else f"a {node.kind}"
+    expected = " or ".join(map(_name, annotation.kinds))
+    advice = failures[0].help if annotation.kinds[0].shape is Shape.SCALAR else None
+    raise _error(source, node.start, f"{where} must be {expected}, not {value}", advice)
+
+
+_WRITTEN_AS = {"list": (Shape.LIST, Shape.TUPLE), "map": (Shape.MAPPING, Shape.RECORD)}
+"""Shapes that a node's kind decides: what is wrong with such a value lies within it."""
 
 
 def _check_kind(source: SourceText, kind: Kind, node: Node, where: str) -> None:

@@ -61,7 +61,8 @@ WRONG = {
     "data:\n  options: {packing: warp}\n": ("data.options.packing is 'warp'", "did you mean wrap?"),
     "data:\n  options: {prompts: A tale}\n": ("recipe:4:22: data.options.prompts must be a list", None),
     "data:\n  options: {temperature: -1}\n": ("data.options.temperature must be at least 0", "leave it"),
-    "data:\n  options: {buckets: [64]}\n": ("data.options.buckets", None),
+    "data:\n  options: {buckets: [64]}\n": ("data.options.buckets[0] must be a list", None),
+    "data:\n  options: {fps: slow}\n": ("data.options.fps must be a number or spread, not 'slow'", None),
     "model2: [\n": ("not YAML", None),
 }  # fmt: skip
 
