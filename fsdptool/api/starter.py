@@ -196,8 +196,8 @@ def _rows(data: Data, objective: Objective, rows: Sequence[Mapping[str, Any]]) -
             f"--data {data.path}: no label among the columns {', '.join(columns)}",
             help="name the column label, or set data.options.label_column in the recipe",
         )
-    labels: DataOptions = {} if label == "label" else {"label_column": label}
-    return DataLook(replace(data, options=labels), "labels", columns, _longest(rows, (text,)))
+    given: DataOptions = {} if label == "label" else {"label_column": label}
+    return DataLook(replace(data, options=given), "labels", columns, _longest(rows, (text,)))
 
 
 def _is_chat(value: Any) -> bool:

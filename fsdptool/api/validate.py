@@ -273,7 +273,7 @@ def conditions(options: LintOptions) -> Conditions:
     """Return what a file is judged by: its program and dialect, and perhaps a model and hardware.
 
     Raises:
-        PlanError: The GPU is not in the catalogue, the count is not positive, or a size cannot be read.
+        PlanError: The GPU is not in the catalogue, a count or size is not positive, or a size is unreadable.
         ReferenceError, ModelError: The model cannot be resolved or built.
     """
     options = with_defaults(LintOptions, options)
@@ -288,7 +288,7 @@ def conditions(options: LintOptions) -> Conditions:
                 f"gpus must be at least 1, not {gpus}", help="give the total number of GPUs, 1 or more"
             )
         device = load_gpu(gpu) if gpu is not None else None
-        memory = parse_size(host_memory)
+        memory = parse_size(None if host_memory == "" else host_memory)
         check_host_memory(memory)
         hardware = Hardware(device, gpus, memory)
     if model is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -175,17 +175,6 @@ def _check_record(source: SourceText, record: type, node: Node, where: str) -> N
     _raise_all(mistakes)
 
 
-def _check_names(source: SourceText, node: Node, where: str, known: Sequence[str]) -> None:
-    mistakes = []
-    for entry in effective_entries(node):
-        if entry.key not in known:
-            near = spelling.nearest(str(entry.key), known, cutoff=0.6)
-            advice = f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}"
-            shown = f"{where}.{entry.key}"
-            mistakes.append(_error(source, entry.key_node.start, f"unknown key {shown!r}", advice))
-    _raise_all(mistakes)
-
-
 def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> ConfigError:
     key = str(entry.key)
     fields = list(fields_of(record))
@@ -205,6 +194,8 @@ def _unknown(source: SourceText, entry: Entry, record: type, where: str) -> Conf
     near = spelling.nearest(key, fields, cutoff=0.6)
     if key in fields_of(DataOptions) and record in (Data, Evaluation):
         advice = "write it under data.options:"
+    elif key in fields_of(Data) and record is DataOptions:
+        advice = "write it under data:"
     elif near is None and key in _OTHER_NAMES:
         advice = f"write {_OTHER_NAMES[key]}"
     elif near is None:
@@ -287,8 +278,8 @@ def _check_kind(source: SourceText, kind: Kind, node: Node, where: str) -> None:
         case Shape.MAPPING:
             if node.kind != "map":
                 raise _error(source, node.start, f"{where} must be a mapping of names to values")
-            if "propertyNames" in kind.keywords:
-                _check_names(source, node, where, kind.keywords["propertyNames"]["enum"])
+            for entry in effective_entries(node):
+                _check(source, kind.items[1], entry.node, f"{where}.{entry.key}")
         case Shape.SCALAR:
             _check_scalar(source, kind.type, node, where)
 
@@ -451,7 +442,7 @@ def _value(root: Node, block: str, key: str) -> Any:
 
 
 def _out_of_bounds(annotation: Annotation, node: Node, where: str) -> Iterator[tuple[Node, str]]:
-    """Yield each number that no run can have, with one line that says so; other mistakes are passed over."""
+    """Yield each value beyond its bounds, with one line that says so; other mistakes are passed over."""
     for kind in annotation.kinds:
         if kind.shape is Shape.RECORD and node.kind == "map":
             fields = fields_of(kind.type)
@@ -460,8 +451,12 @@ def _out_of_bounds(annotation: Annotation, node: Node, where: str) -> Iterator[t
                 if entry.key in fields:
                     yield from _out_of_bounds(fields[str(entry.key)].annotation, entry.node, path)
         elif kind.shape in (Shape.LIST, Shape.TUPLE) and kind.items:
+            if node.kind == "list" and len(node.items) < kind.keywords.get("minItems", 0):
+                yield node, f"{where} must not be an empty list"
             for index, item in enumerate(node.items):
                 yield from _out_of_bounds(kind.items[min(index, len(kind.items) - 1)], item, where)
+        elif node.value == "" and kind.type is str and kind.keywords.get("minLength"):
+            yield node, f"{where} must not be an empty text"
         elif (
             kind.is_number
             and isinstance(node.value, int | float)

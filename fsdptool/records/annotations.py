@@ -166,7 +166,7 @@ class RecordField:
         annotation: What it may be.
         default: What it is unless given; ``dataclasses.MISSING`` where it is required or a factory makes it.
         required: Whether it must be given.
-        sparse: Whether JSON holds it only where it was given: a key of a ``TypedDict``.
+        sparse: Whether it is a key of a ``TypedDict``: left out where it is null or not given.
     """
 
     name: str
@@ -188,7 +188,14 @@ def _fields_of(record: Any) -> Mapping[str, RecordField]:
     missing = dataclasses.MISSING
     if is_typeddict(record):
         return {
-            name: RecordField(name, name, read_annotation(hint), missing, required=False, sparse=True)
+            name: RecordField(
+                name,
+                name,
+                dataclasses.replace(read_annotation(hint), optional=True),
+                missing,
+                required=False,
+                sparse=True,
+            )
             for name, hint in hints.items()
         }
     return {

@@ -105,6 +105,7 @@ def _of_kind(kind: Kind) -> _Converter:
 def _record(record: type) -> _Converter:
     converters: dict[str, tuple[str, _Converter]] = {}
     required: list[str] = []
+    sparse: set[str] = set()
 
     def convert(data: Any, path: _Path) -> Any:
         if not isinstance(data, Mapping):
@@ -113,6 +114,7 @@ def _record(record: type) -> _Converter:
             # Only now: a record may hold others of its own kind.
             fields = fields_of(record)
             required.extend(key for key, field in fields.items() if field.required)
+            sparse.update(key for key, field in fields.items() if field.sparse)
             converters.update({key: (f.name, _converter(f.annotation)) for key, f in fields.items()})
         if unknown := data.keys() - converters.keys():
             raise ConfigError(f"{_where(path)}: unknown field {min(unknown)!r}")
@@ -121,7 +123,8 @@ def _record(record: type) -> _Converter:
         values = {}
         for key, item in data.items():
             name, converter = converters[key]
-            values[name] = converter(item, (path, key))
+            if item is not None or key not in sparse:
+                values[name] = converter(item, (path, key))
         return record(**values)
 
     return convert

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -141,57 +141,66 @@ Source = Literal["text", "jsonl", "parquet", "dataset", "images", "latents", "py
 
 
 class DataOptions(TypedDict, total=False):
-    """What single sources of data read (docs/how-to/name-data.md); what is left out has their default."""
+    """Options of particular data sources and of sampling; an option that is left out has its default."""
 
     name: str
-    """The configuration of a ``dataset``."""
-    data_files: str | Sequence[str] | Mapping[str, str | Sequence[str]]
+    """Configuration of the dataset, as ``datasets.load_dataset`` takes it."""
+    data_files: str | tuple[str, ...] | Mapping[str, str | tuple[str, ...]]
+    """Files of the dataset, as ``datasets.load_dataset`` takes them."""
     revision: str
+    """Revision of the dataset on the Hub."""
     document: Literal["file", "paragraph", "line"]
-    """What one document of ``text`` is."""
+    """What is one document of text: a whole file by default."""
     samples: Positive
-    """Samples of an epoch: of ``synthetic``, and of a stream of your own code."""
+    """Samples in an epoch of synthetic data (1024), or of a stream of your own code."""
     shuffle_buffer: Positive
-    """Consecutive samples of a stream that are shuffled among themselves."""
+    """Consecutive samples of a stream that are shuffled among themselves (256)."""
     start_method: Literal["forkserver", "spawn", "fork"]
-    """How loading processes start."""
+    """How data workers start: ``forkserver`` by default."""
     messages_column: str
+    """Column of conversations: ``messages`` by default."""
     assistant_turns: tuple[Text, Text]
-    """What begins and what ends a turn of the assistant."""
+    """The texts that begin and end a turn of the assistant."""
     prompt_column: str
+    """Column of prompts, which are not trained."""
     chosen_column: str
+    """Column of preferred answers: ``chosen`` by default."""
     rejected_column: str
+    """Column of rejected answers: ``rejected`` by default."""
     source_column: str
+    """Column of an encoder's texts: ``source`` by default."""
     target_column: str
+    """Column of a decoder's texts: ``target`` by default."""
     prefix: str
-    """The text before every source."""
+    """Text placed before every source."""
     label_column: str
-    labels: Sequence[str | int | float | bool]
-    """The classes, in the order of their numbers."""
+    """Column of labels: ``label`` by default."""
+    labels: tuple[str | int | float | bool, ...]
+    """Names of the classes, in the order of their numbers."""
     packing: Literal["wrap", "fit"]
-    """Whether a document may go on in the next sequence (``wrap``), or lies in one (``fit``)."""
+    """Whether a document may continue in the next sequence (``wrap``) or stays within one (``fit``)."""
     mask_share: Annotated[float, Keywords(exclusiveMinimum=0, maximum=1)]
-    """The share of the tokens that a masked language model guesses."""
+    """Share of the tokens that a masked language model predicts (0.15)."""
     pipeline: str
-    """The folder of a diffusers pipeline, whose VAE and text encoders are used."""
+    """Folder of the diffusers pipeline whose VAE and text encoders are used."""
     latents: str
-    """The folder of precomputed latents."""
+    """Folder for precomputed latents."""
     shard_size: Positive
-    """Pictures in a file of latents."""
-    buckets: Literal["aspect"] | Sequence[tuple[int, int]]
-    """Training sizes: every aspect ratio, or a list of height and width."""
+    """Pictures per file of latents."""
+    buckets: Literal["aspect"] | Annotated[tuple[tuple[Positive, Positive], ...], Keywords(minItems=1)]
+    """Training sizes: all aspect ratios, or a list of ``[height, width]``."""
     fps: AboveZero | Literal["spread"]
-    """Frames a second of clips; ``spread`` takes them from the whole video."""
+    """Frames per second taken from a clip; ``spread`` spaces them over the whole video."""
     posterior: Literal["mean", "draw"]
-    """What is kept of the VAE's distribution."""
-    prompts: Sequence[str]
-    """Texts to which samples of an evaluation are written."""
+    """What is taken from the VAE's distribution: its mean by default, or a draw."""
+    prompts: tuple[str, ...]
+    """Prompts that the samples of an evaluation continue."""
     sample_steps: Positive
-    """Denoising steps of a sample."""
+    """Denoising steps of a sample (20)."""
     sample_tokens: Positive
-    """Tokens of a sample."""
+    """Tokens that a sample adds to its prompt (32)."""
     temperature: AtLeastZero
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0, the default, takes the most likely token."""
 
 
 @dataclass(frozen=True, slots=True)

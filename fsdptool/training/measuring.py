@@ -58,8 +58,8 @@ from fsdptool.training.step import Stepper
 from fsdptool.training.trainer import assemble
 
 _BUDGET_SECONDS = {"cuda": 0.2, "cpu": 0.02}
-"""How long one figure is measured on a kind of device. The largest products run for longer, so that clocks
-settle. On CPUs that is a rehearsal, whose figures calibrate nothing."""
+"""Seconds for which each figure is measured, by kind of device. The largest products run for longer, so that
+clocks settle. On CPUs that is a rehearsal, whose figures calibrate nothing."""
 
 _KERNELS = {
     "cuda": ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"),

@@ -62,6 +62,10 @@ WRONG = {
     "data:\n  options: {prompts: A tale}\n": ("recipe:4:22: data.options.prompts must be a list", None),
     "data:\n  options: {temperature: -1}\n": ("data.options.temperature must be at least 0", "leave it"),
     "data:\n  options: {buckets: [64]}\n": ("data.options.buckets[0] must be a list", None),
+    "data:\n  options: {buckets: []}\n": ("data.options.buckets must not be an empty list", "leave it"),
+    "data:\n  options: {assistant_turns: ['', b]}\n": ("turns must not be an empty text", None),
+    "data:\n  options: {data_files: {train: 3}}\n": ("data_files.train must be text or a list, not 3", None),
+    "data:\n  options: {text_column: a}\n": ("key 'data.options.text_column'", "write it under data:"),
     "data:\n  options: {fps: slow}\n": ("data.options.fps must be a number or spread, not 'slow'", None),
     "model2: [\n": ("not YAML", None),
 }  # fmt: skip
@@ -163,10 +167,17 @@ def test_the_schema_and_the_reader_refuse_the_same_numbers() -> None:
             read_recipe(yaml.safe_dump(recipe))
 
 
+def test_an_option_of_the_data_that_is_null_is_left_out() -> None:
+    recipe = read_recipe(MINIMAL + "data:\n  options: {latents: , sample_steps: 4, fps: null}\n")
+    assert recipe.data.options == {"sample_steps": 4}
+    given = {"model": {"reference": "llama3:8b"}, "data": {"options": {"latents": None}}}
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(given)
+
+
 def test_every_data_option_is_read_and_no_other() -> None:
     reading = re.compile(
         r"(?:(?:data\.options|_options|options)(?:\.get\(|\[)|_positive\(data, )\"(\w+)\""
-        r"|for key in \((\"name\".*?)\) if"
+        r"|wanted = \((\"name\".*?)\)"
     )
     found: set[str] = set()
     training, encoders = (

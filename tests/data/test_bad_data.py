@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ import torch
 
 from fsdptool.errors import ConfigError, FsdptoolError, StorageError, WorkerError
 from fsdptool.records.anatomy import ModelSpec
+from fsdptool.records.codec import from_json
 from fsdptool.records.recipe import Data, Recipe
 from fsdptool.training.data import build_batches, build_evaluation, prepare
 from fsdptool.training.data.images import Bucket, list_pictures
@@ -366,6 +368,14 @@ def hole(path: Path) -> None:
     """Make a file of 100 GiB that takes no room."""
     with path.open("wb") as stream:
         stream.truncate(100 << 30)
+
+
+def test_a_dataset_takes_a_list_of_files_for_a_split(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    files = {"train": [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]}
+    given = {"source": "dataset", "path": "json", "options": {"data_files": files}}
+    assert [row["text"] for row in open_source(from_json(Data, given)).rows()] == ["a", "b"]
 
 
 @pytest.mark.parametrize("unit", ["file", "line", "paragraph"])

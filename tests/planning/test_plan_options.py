@@ -9,12 +9,12 @@ import pytest
 
 import fsdptool
 from fsdptool.cli.plan import command
-from fsdptool.errors import PlanError
+from fsdptool.errors import ConfigError, PlanError
 from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning.request.inputs import read_request
 from fsdptool.planning.request.options import Options, declared, read_options
 from fsdptool.records.plan import SearchPoint
-from fsdptool.records.recipe import Lora, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
+from fsdptool.records.recipe import Data, Lora, Method, ModelChoice, Objective, Optimizer, Recipe, Sharding
 
 PYTHON_ONLY = {"dp_replicate", "dp_shard"}
 """The command says both by ``--hsdp``."""
@@ -96,6 +96,13 @@ def test_what_the_loss_keeps_is_the_chunk_of_its_objective(
     recipe = Recipe(ModelChoice("gpt2:small"), objective=Objective(options=given))
     inputs = read_request(Options(recipe=recipe, gpu="L4-24GB", loss=loss)).inputs
     assert inputs.recipe.objective.options == kept
+
+
+def test_a_recipe_made_in_python_is_checked_as_a_file_is() -> None:
+    data = Data(options={"sample_tokens": "8"})  # type: ignore[typeddict-item]
+    wrong = Recipe(ModelChoice("gpt2:small"), data=data)
+    with pytest.raises(ConfigError, match=r"recipe\.data\.options\.sample_tokens: expected int, got str '8'"):
+        read_request(Options(recipe=wrong, gpu="L4-24GB"))
 
 
 def test_closed_dimensions_are_those_of_a_search_point() -> None:

@@ -378,8 +378,7 @@ class RunReader:
 
     def switched_on(self, key: str) -> bool:
         """Return whether a switch is on, as a value or as text; the key does not count as used."""
-        value = self.raw(key)
-        return value is True or (isinstance(value, str) and value.strip().lower() in _TRUE)
+        return str(self.raw(key)).strip().lower() in _TRUE
 
     def names(self, key: str, *others: str) -> tuple[str, ...] | str | None:
         """Return a list of names; a text with commas or blanks is one, any other text stays."""

@@ -10,10 +10,12 @@ from typing import Any, TypeVar, cast, get_args
 from fsdptool.errors import PlanError
 from fsdptool.planning.request.options import OPTIMAL, Options, declared, settings_of
 from fsdptool.records.checkpointing import read_policy
+from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.fused_loss import NamedLoss
 from fsdptool.records.recipe import (
     MAX_LORA_RANK,
     Batch,
+    Data,
     Distillation,
     Lora,
     Method,
@@ -41,7 +43,9 @@ def build_recipe(options: Options) -> Recipe:
         from fsdptool.source import consented, located
 
         if isinstance(source, Recipe):
-            recipe, where = source, "the recipe"
+            # Python may have put in what no file could hold.
+            data = from_json(Data, to_json(source.data), where="recipe.data")
+            recipe, where = replace(source, data=data), "the recipe"
         else:
             recipe, where = located(read_recipe(Path(source)), Path(source).parent), str(source)
             given = given_keys(Path(source))

@@ -14,6 +14,7 @@ from typing import Any
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import UnreadableError, open_regular, read_blocks, read_csv, read_ends, read_lines
 from fsdptool.files.values import load_json
+from fsdptool.records.codec import to_json
 from fsdptool.records.recipe import Data
 from fsdptool.source.references import check_code
 
@@ -316,7 +317,9 @@ def _dataset(data: Data) -> SampleSource:
     import datasets
 
     path = path_of(data)
-    options = {key: data.options[key] for key in ("name", "data_files", "revision") if key in data.options}
+    # As JSON has them: the library takes lists of files, and no tuples, from a mapping.
+    wanted = ("name", "data_files", "revision")
+    options = {key: to_json(value) for key, value in data.options.items() if key in wanted}
     try:
         if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
             dataset = datasets.load_from_disk(path)

@@ -242,8 +242,9 @@ def _fused_kernels(read: RunReader, plugins: str) -> tuple[str, ...]:
 
 
 def _fused_loss(read: RunReader, plugins: str) -> str:
-    if "cut_cross_entropy" in plugins and read.raw("cut_cross_entropy") is not False:
-        read.use("cut_cross_entropy")
+    cut = "cut_cross_entropy"
+    if cut in plugins and (not read.has(cut) or read.switched_on(cut)):
+        read.use(cut)
         return "cce"
     if "liger" in plugins and read.flag("liger_fused_linear_cross_entropy"):
         return "liger"
@@ -256,7 +257,7 @@ def _checkpointing(read: RunReader, adapter: str, by_fsdp: bool) -> dict[str, An
     kept = str(read.value("activation_offloading")).lower()
     offloads = word in ("offload", "offload_disk") or kept in ("true", "legacy", "disk")
     recomputes = word in ("true", "offload", "offload_disk", "unsloth") or by_fsdp
-    if read.raw("selective_checkpointing"):
+    if str(read.raw("selective_checkpointing") or False).lower() != "false":
         read.use("selective_checkpointing")
         return {"gradient_checkpointing": "selective", "activation_offloading": offloads}
     if offloads and adapter:

@@ -105,7 +105,7 @@ def _chats(
 ) -> Iterator[Mapping[str, Any]]:
     from jinja2 import TemplateError
 
-    turns = turns_of(data)
+    turns = data.options.get("assistant_turns")
     template = ChatTemplate(encoder.tokenizer, encoder.name, turns)
     learned_any = False
     for row in rows:
@@ -139,11 +139,6 @@ def _chats(
 
 def _equals(name: str, value: Any) -> Callable[[Row], bool]:
     return lambda row: row.get(name) == value
-
-
-def turns_of(data: Data) -> tuple[str, str] | None:
-    """Return the texts around a turn of the assistant that the recipe gives."""
-    return data.options.get("assistant_turns")
 
 
 def _completions(
