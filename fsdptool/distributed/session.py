@@ -367,13 +367,16 @@ class LongWait:
             while True:
                 # Short work is waited for precisely, long work to one in fifty.
                 time.sleep(min(1.0, 0.001 + (time.monotonic() - began) / 50))
-                missing = torch.tensor([0 if self._done else 1, self._reports])
-                dist.all_reduce(missing, group=self._group)
-                if not missing[0]:
+                waits = time.monotonic() - since > self._patience
+                counts = torch.tensor([not self._done, self._reports, waits], dtype=torch.int64)
+                dist.all_reduce(counts, group=self._group)
+                missing, reports, impatient = counts.tolist()
+                if not missing:
                     return
-                if int(missing[1]) != seen:
-                    seen, since = int(missing[1]), time.monotonic()
-                elif time.monotonic() - since > self._patience:
+                if reports != seen:
+                    seen, since = reports, time.monotonic()
+                elif impatient:
+                    # One rank's clock decides for all: the others would meet nobody any more.
                     raise WorkerError(f"no rank has reported progress for {self._patience:.0f} s")
         except BaseException as error:
             self._error = error

@@ -273,7 +273,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
     videos = tiny_material.clips(tmp_path / "videos", 2, 5, (32, 32))
     (videos / "a.mp4").write_bytes(b"")
     assert "a.mp4 cannot be read" in complaint(lambda: plan(videos, frames=5))
-    assert "neither spread nor a number" in complaint(lambda: plan(good, fps="slow"))
+    assert "data.options.fps: expected float, got str 'slow'" in complaint(lambda: plan(good, fps="slow"))
     assert "makes captions of 16 tokens, memory is planned for 8" in complaint(
         lambda: made_of("sd15", good, length=8)
     )
