@@ -290,7 +290,7 @@ def test_pictures_and_pipelines_that_cannot_be_used(
         )
         recipe = recipe_of(other, good)
         assert why in complaint(partial(plan_work, recipe, spec, tmp_path / "c"))
-    assert "neither aspect nor a list" in complaint(lambda: plan(good, buckets="no"))
+    assert "data.options.buckets: 'no' is not one of" in complaint(lambda: plan(good, buckets="no"))
     make(good, latents=str(tmp_path / "taken"))
     other = tiny_material.pictures(tmp_path / "other", [(40, 40)])
     assert "contains latents of other images" in complaint(
