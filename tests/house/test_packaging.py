@@ -210,7 +210,7 @@ def test_models_are_planned_without_what_only_training_needs(
     command = installed(distributions[0], tmp_path / "env", "models")
     for arguments in (
         ("detect", "llama3:tiny"),
-        ("plan", "llama3:tiny", "--gpus", "2", "--gpu", "H100-80GB-SXM", "--no-search", "-o", "plan.json"),
+        ("plan", "llama3:tiny", "--gpus", "2", "--gpu", "H100-80GB-SXM", "-o", "plan.json"),
         ("emit-config", "--plan", "plan.json", "-o", "fsdp.yaml"),
         ("validate", "fsdp.yaml"),
     ):
