@@ -22,7 +22,7 @@ trap 'rm -f "$output"' EXIT
 mypy >"$output" 2>&1 &
 types=$!
 status=0
-# In a new clone each worker would compile the same modules: collecting once before them costs a quarter of that.
+# In a new clone each worker would compile the same modules: collecting once before them costs less in all.
 [ -d tests/__pycache__ ] || python -m pytest --collect-only -q >/dev/null 2>&1 || true
 # A test that hangs fails by its name, with the stacks of its threads; the slowest takes three minutes beside others.
 python -m pytest -n $workers --dist loadgroup --timeout 600 --timeout-method signal "$@" || status=$?

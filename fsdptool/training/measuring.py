@@ -76,9 +76,8 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     began = time.perf_counter()
     call()
     wait(device)
-    repeats = max(
-        2, min(1000, int(_BUDGET_SECONDS.get(device.type, 0.02) / max(time.perf_counter() - began, 1e-6)))
-    )
+    budget = _BUDGET_SECONDS["cuda" if device.type == "cuda" else "cpu"]
+    repeats = max(2, min(1000, int(budget / max(time.perf_counter() - began, 1e-6))))
     began = time.perf_counter()
     for _ in range(repeats):
         call()

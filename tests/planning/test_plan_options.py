@@ -98,10 +98,12 @@ def test_what_the_loss_keeps_is_the_chunk_of_its_objective(
     assert inputs.recipe.objective.options == kept
 
 
-def test_a_recipe_made_in_python_is_checked_as_a_file_is() -> None:
-    data = Data(options={"sample_tokens": "8"})  # type: ignore[typeddict-item]
-    wrong = Recipe(ModelChoice("gpt2:small"), data=data)
-    with pytest.raises(ConfigError, match=r"recipe\.data\.options\.sample_tokens: expected int, got str '8'"):
+@pytest.mark.parametrize(
+    ("tokens", "said"), [("8", ": expected int, got str '8'"), (0, " must be at least 1, not 0")]
+)
+def test_a_recipe_made_in_python_is_checked_as_a_file_is(tokens: Any, said: str) -> None:
+    wrong = Recipe(ModelChoice("gpt2:small"), data=Data(options={"sample_tokens": tokens}))
+    with pytest.raises(ConfigError, match=rf"recipe\.data\.options\.sample_tokens{said}"):
         read_request(Options(recipe=wrong, gpu="L4-24GB"))
 
 

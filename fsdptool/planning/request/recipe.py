@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
-from fsdptool.errors import PlanError
+from fsdptool.errors import ConfigError, PlanError
 from fsdptool.planning.request.options import OPTIMAL, Options, declared, settings_of
+from fsdptool.records.annotations import bounds_text, fields_of, permits
 from fsdptool.records.checkpointing import read_policy
 from fsdptool.records.codec import from_json, to_json
 from fsdptool.records.fused_loss import NamedLoss
@@ -16,6 +17,7 @@ from fsdptool.records.recipe import (
     MAX_LORA_RANK,
     Batch,
     Data,
+    DataOptions,
     Distillation,
     Lora,
     Method,
@@ -27,6 +29,20 @@ from fsdptool.records.recipe import (
 )
 
 R = TypeVar("R")
+
+
+def _checked(data: Data) -> Data:
+    """Return data that Python described, into which it may have put what no file could hold.
+
+    Raises:
+        ConfigError: A value has another type than its field, or an option is beyond its bounds.
+    """
+    data = from_json(Data, to_json(data), where="recipe.data")
+    for name, value in data.options.items():
+        bounds = fields_of(DataOptions)[name].annotation.bounds
+        if isinstance(value, int | float) and not permits(bounds, value):
+            raise ConfigError(f"recipe.data.options.{name} must be {bounds_text(bounds)}, not {value}")
+    return data
 
 
 def build_recipe(options: Options) -> Recipe:
@@ -43,9 +59,7 @@ def build_recipe(options: Options) -> Recipe:
         from fsdptool.source import consented, located
 
         if isinstance(source, Recipe):
-            # Python may have put in what no file could hold.
-            data = from_json(Data, to_json(source.data), where="recipe.data")
-            recipe, where = replace(source, data=data), "the recipe"
+            recipe, where = replace(source, data=_checked(source.data)), "the recipe"
         else:
             recipe, where = located(read_recipe(Path(source)), Path(source).parent), str(source)
             given = given_keys(Path(source))
