@@ -259,6 +259,7 @@ def test_a_loading_process_that_dies(spec_of: SpecOf, recipe_for: RecipeFor, tmp
         next(expected)
     assert torch.equal(next(again)[0]["input_ids"], next(expected)[0]["input_ids"])
     again.close()
+    expected.close()
 
 
 class _Broken:

@@ -54,6 +54,11 @@ def taken(loader: Loader, steps: int) -> list[list[int]]:
     return [[int(batch["x"]) for batch in step] for step in itertools.islice(loader, steps)]
 
 
+def reading_threads() -> set[threading.Thread]:
+    """Return the threads that read ahead in this process, those of loaders that other tests left included."""
+    return {thread for thread in threading.enumerate() if thread.name == "read-ahead"}
+
+
 class Mixed(Numbers):
     """Samples of several arrays, none of which ends where the next one may begin."""
 
@@ -133,20 +138,22 @@ def test_nothing_is_read_beyond_the_end_and_each_pass_is_whole(workers: int) -> 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_closing_ends_the_thread_and_the_processes(workers: int) -> None:
+    others = reading_threads()
     loader = loader_of(Numbers(), workers=workers)
     taken(loader, 1)
-    threads = [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    (thread,) = reading_threads() - others
     processes = loader._processes.processes if loader._processes is not None else ()
-    assert threads and len(processes) == workers
+    assert len(processes) == workers
     loader.close()
-    assert not any(thread.is_alive() for thread in threads)
+    assert not thread.is_alive()
     assert not any(process.is_alive() for process in processes)
 
 
 def test_a_loader_that_is_let_go_takes_its_thread_with_it() -> None:
+    others = reading_threads()
     loader = loader_of(Numbers())
     taken(loader, 1)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    (thread,) = reading_threads() - others
     del loader
     thread.join(10)
     assert not thread.is_alive()
