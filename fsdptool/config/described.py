@@ -214,7 +214,7 @@ def _as_published(run: DescribedRun) -> DescribedRun:
 def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
     try:
         if len(_EXPORT.findall(source.text)) > 2:
-            document = parse_environment(source.text)
+            document = parse_environment(substituted(source.text, files))
         else:
             document = parse_source(source, sniff_dialect(source.text))
     except ParseError as error:

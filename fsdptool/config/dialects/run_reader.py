@@ -22,6 +22,7 @@ from fsdptool.records.described_run import (
     TakenDefault,
     UnmodelledKey,
 )
+from fsdptool.source.known_models import family_of_name
 
 DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
@@ -44,6 +45,7 @@ _LARGEST = 1e18
 _DEPTH = 5
 """Interpolations that are followed one after another."""
 _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]|\{\{")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.safetensors)(?<!\.ckpt)")
 _TRUE, _FALSE = (
     frozenset({"true", "yes", "y", "t", "1", "on"}),
     frozenset({"false", "no", "n", "f", "0", "off"}),
@@ -399,9 +401,28 @@ class RunReader:
         """Count keys as without effect: the program does not read them as the rest of the file is."""
         self.unread.update(keys)
 
-    def unmodelled(self, key: str, side: Side) -> None:
+    def unmodelled(self, key: str, side: Side | None = None) -> None:
         """Tell a key that changes memory as the file has it and is not modelled, beside the table's."""
         self.further.append(UnmodelledKey(key, "memory", side))
+
+    def family_by(self, key: str, model: str | None, published: str | None) -> str | None:
+        """Return the size that another key chooses, where the model is a path that says none.
+
+        A Hub id has a configuration of its own, which decides.
+
+        Args:
+            key: The key that says what kind of model it is.
+            model: The name of the model, as it is written.
+            published: Hub id of a model of that kind and size, or None.
+        """
+        if model is None or published is None or _HUB_ID.fullmatch(model):
+            return None
+        if family_of_name(model)[0] is not None:
+            return None
+        family = family_of_name(published)[0]
+        if family is not None:
+            self.notes.append(f"{model} is taken for {family} ({published}) by {key}")
+        return family
 
     def section(self, key: str) -> Mapping[str, Any]:
         """Return a section; anything else is a problem, and none."""

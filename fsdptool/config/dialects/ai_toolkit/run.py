@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.ai_toolkit.run_keys import KEYS
+from fsdptool.config.dialects.ai_toolkit.run_keys import ARCHITECTURES, KEYS, SWITCHES, TRAINERS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, area_of, dtype_word, state_bits
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
@@ -53,6 +53,10 @@ def describe(file: RunFile) -> DescribedRun | None:
     if isinstance(told, Mapping) and told.keys() <= {"llama_model_path"}:
         read.inert("model.model_kwargs")
     base, quantisation = _base(read, dtype)
+    beside = not adapter and _trains_beside(read)
+    if (read.text("type") or "") not in TRAINERS:
+        read.unmodelled("type")
+    model = read.text("model.name_or_path")
     micro, steps = read.whole("train.batch_size"), read.whole("train.steps")
     legacy = read.whole("train.gradient_accumulation_steps")
     accumulation = read.whole("train.gradient_accumulation") or 1
@@ -63,24 +67,26 @@ def describe(file: RunFile) -> DescribedRun | None:
     if read.has("train.gradient_accumulation") and (legacy or 1) > 1:
         read.problems.append("gradient_accumulation and gradient_accumulation_steps exclude each other")
     sides, frames = _datasets(read)
+    area = area_of(sides) or (_slider_area(read) if read.text("type") == "slider" else None)
     if (read.raw("sample.num_frames") or 1) != 1 and frames == 1:
         read.notes.append("sample.num_frames concerns samples only: images are trained")
     optimizer = (read.text("train.optimizer") or "adamw").lower()
     stored = "fp32" if adapter else dtype
     attention = (read.text("train.attention_backend") or "native").lower()
     return read.describe(
-        model=read.text("model.name_or_path"),
+        model=model,
+        family=read.family_by("model.arch", model, ARCHITECTURES.get(_architecture(read))),
         method="lora" if adapter else "full",
-        lora_rank=read.whole("network.linear", "network.rank") if adapter and low_rank else None,
+        lora_rank=_rank(read) if adapter and low_rank else None,
         lora_targets=_TARGETS if adapter else None,
         ema=read.flag("train.ema_config.use_ema"),
-        base_dtype=base if adapter else None,
+        base_dtype=base if adapter or beside else None,
         quantisation=quantisation,
         stored_dtype=stored,
         compute_dtype=dtype,
         objective="diffusion",
         frames=frames,
-        pixel_area=area_of(sides),
+        pixel_area=area,
         micro_batch=micro,
         accumulation=accumulation,
         global_batch=micro * accumulation if micro is not None else None,
@@ -107,13 +113,43 @@ def _process(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next(found, None)
 
 
+def _rank(read: RunReader) -> int | None:
+    """Return the rank; its old name wins (``NetworkConfig``)."""
+    return read.whole("network.rank") if read.has("network.rank") else read.whole("network.linear")
+
+
+def _trains_beside(read: RunReader) -> bool:
+    """Whether something beside the model trains, and the model itself does not (``is_fine_tuning``)."""
+    key = next((key for key in ("embedding", "decorator") if read.has(key)), None)
+    key = "adapter" if read.switched_on("adapter.train") else key
+    if key is not None:
+        read.notes.append(f"{key}: the model stays frozen beside what is trained, which is not planned")
+    return key is not None
+
+
+def _architecture(read: RunReader) -> str:
+    """Return the architecture, with the variant behind a colon where that says the size."""
+    switched = (arch for key, arch in SWITCHES.items() if read.switched_on(f"model.{key}"))
+    arch = (read.text("model.arch") or next(switched, "sd1")).lower()
+    return arch if arch in ARCHITECTURES else arch.partition(":")[0]
+
+
 def _base(read: RunReader, dtype: str) -> tuple[str, str]:
-    read.use("model.qtype", "model.arch", "model.is_flux")
+    read.use("model.qtype", "model.arch", *(f"model.{key}" for key in SWITCHES))
     if not read.flag("model.quantize"):
         return dtype, "none"
     kind, bar, _ = (read.text("model.qtype") or "qfloat8").partition("|")
     base, word = _QUANTISED.get(kind.lower(), (kind, kind))
     return f"{kind} with an accuracy recovery adapter" if bar else base, word
+
+
+def _slider_area(read: RunReader) -> int:
+    """Return the pixels of the largest image of a slider, which trains on no data (``SliderConfig``)."""
+    section = read.raw("slider")
+    listed = section.get("resolutions") if isinstance(section, Mapping) else None
+    sizes = [size for size in listed if isinstance(size, list)] if isinstance(listed, list) else []
+    pairs = [size for size in sizes if len(size) == 2 and all(isinstance(side, int) for side in size)]
+    return max((width * height for width, height in pairs if 0 < width < _LARGEST), default=512 * 512)
 
 
 def _datasets(read: RunReader) -> tuple[list[int], int]:
@@ -133,6 +169,8 @@ def _datasets(read: RunReader) -> tuple[list[int], int]:
                 sides.append(int(size))
         count = item.get("num_frames", 1)
         frames = max(frames, count if isinstance(count, int) else 1)
+        if item.get("auto_frame_count"):
+            read.unmodelled("datasets.auto_frame_count", "more")
     if controlled:
         read.unmodelled("datasets.control_path", "more")
     return sides, frames

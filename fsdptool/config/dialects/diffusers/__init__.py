@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _SCRIPT = re.compile(
     r"(?:^|\.)train_(?:dreambooth|text_to_image|controlnet|cogvideox|unconditional|instruct_pix2pix|custom|lcm"
-    r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora)\w*$"
+    r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora|control_|diffusion_dpo"
+    r"|diffusion_orpo|kandinsky|pixart)\w*$"
 )
 
 
@@ -23,6 +24,14 @@ _OWN = frozenset([
     "max_train_steps", "train_batch_size", "class_data_dir", "output_dir", "lr_scheduler",
 ])  # fmt: skip
 """Flags of nearly every script: a copy may have a model of its own by default."""
+_OTHERS = frozenset({"model_family", "network_module", "optimizer_type", "save_model_as"})
+"""Flags of SimpleTuner and of sd-scripts, which share many with diffusers."""
+_IMAGES = frozenset([
+    "train_batch_size", "resolution", "instance_data_dir", "train_data_dir", "instance_prompt", "center_crop",
+    "random_flip", "proportion_empty_prompts", "snr_gamma", "pretrained_vae_model_name_or_path",
+    "with_prior_preservation", "num_validation_images", "image_column", "conditioning_image_column",
+])  # fmt: skip
+"""Flags of which the command of a copy with another name has several."""
 
 
 class Diffusers(RunFormat):
@@ -36,18 +45,12 @@ class Diffusers(RunFormat):
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of one of diffusers' scripts, or of a copy."""
-        if names & {"model_family", "network_module"}:
+        if names & _OTHERS:
             return 0.0
-        named = "pretrained_model_name_or_path" in names
+        named = bool(names & {"pretrained_model_name_or_path", "pretrained_teacher_model"})
         if _SCRIPT.search(launch.script):
             return 1.0 if named else 0.95 if len(names & _OWN) > 2 else 0.0
-        if not named:
-            return 0.0
-        return (
-            0.92
-            if len(names & {"train_batch_size", "resolution", "instance_data_dir", "train_data_dir"}) > 1
-            else 0.0
-        )
+        return 0.92 if named and len(names & _IMAGES) > 1 else 0.0
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a command line."""

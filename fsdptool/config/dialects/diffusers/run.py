@@ -10,8 +10,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.diffusers.run_keys import BATCHES, BESIDE, CLIP, EPOCHS, KEYS, SIDES, TARGETS
-from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.config.dialects.diffusers.run_keys import (
+    BATCHES,
+    BESIDE,
+    CLIP,
+    EPOCHS,
+    KEYS,
+    MODELS,
+    RANKS,
+    SIDES,
+    TARGETS,
+)
+from fsdptool.config.dialects.run_reader import (
+    RunFile,
+    RunReader,
+    beside,
+    dtype_word,
+    global_batch,
+    state_bits,
+)
 from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
 
 
@@ -20,13 +37,16 @@ def describe(file: RunFile) -> DescribedRun:
     read = RunReader(file, KEYS)
     launch = file.launch
     script = launch.script.rpartition(".")[2].lower()
-    adapter = "lora" in script
+    pairs = "diffusion_dpo" in script or "diffusion_orpo" in script
+    adapter = "lora" in script or pairs or read.has("rank") or read.has("lora_rank")
+    if pairs:  # both images of a pair, and DPO's forward pass without adapters
+        read.unmodelled(f"{script}.py", "more")
     precision = read.text("mixed_precision") or launch.mixed_precision
     known = precision is not None or not launch.fsdp
     compute = dtype_word(precision or "no") if known else None
-    base = compute if adapter else None
+    base, quantisation = _quantised(read, compute if adapter else None) if adapter else (None, "none")
     stored = ("fp32" if compute == "fp16" else compute) if adapter else "fp32"
-    beside = any(word in script for word in BESIDE)
+    frozen = any(word in script for word in BESIDE)
     micro = read.whole("train_batch_size") if read.has("train_batch_size") else _batch(read, script)
     accumulation = read.whole("gradient_accumulation_steps")
     processes = launch.processes if launch.processes and not read.has("gpu_ids") else None
@@ -36,23 +56,27 @@ def describe(file: RunFile) -> DescribedRun:
     mesh = (
         DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
     )
-    optimizer = (read.text("optimizer") or "AdamW").lower()
+    optimizer = "adafactor" if read.flag("use_adafactor") else (read.text("optimizer") or "AdamW").lower()
     # Of Adam, too (cogvideo/train_cogvideox_lora.py:get_optimizer); the scripts ignore it beside Prodigy.
     if read.flag("use_8bit_adam") and optimizer in ("adam", "adamw"):
         optimizer = f"{optimizer}8bit"
     transformer = "pretrained_transformer_model_name_or_path"
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)
-    read.use("num_train_epochs")
+    read.use("num_train_epochs", "num_epochs")
+    named = ("pretrained_model_name_or_path", "pretrained_teacher_model")
+    model = read.text(transformer) if read.has(transformer) else read.text(*named)
+    published = next((name for part, name in MODELS.items() if part in script), None)
     run = read.describe(
-        model=read.text(transformer if read.has(transformer) else "pretrained_model_name_or_path"),
+        model=model,
+        family=read.family_by(f"{script}.py", model, published),
         method="lora" if adapter else "full",
-        lora_rank=read.whole("rank") if adapter else None,
+        lora_rank=_rank(read, script) if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read, script) if adapter else None,
         ema=read.flag("use_ema"),
-        base_dtype=compute if beside else base,
-        quantisation="none",
+        base_dtype=compute if frozen else base,
+        quantisation=quantisation,
         stored_dtype=stored,
         compute_dtype=compute,
         objective="diffusion",
@@ -77,7 +101,7 @@ def describe(file: RunFile) -> DescribedRun:
         epochs=epochs,
         **_sizes(read, script),
     )
-    if not beside:
+    if not frozen:
         return run
     keys = run.keys
     trained = UnmodelledKey(f"{script}.py", "memory")
@@ -96,10 +120,32 @@ def _batch(read: RunReader, script: str) -> int | None:
     return int(read.default("train_batch_size", found, f"examples: {script}.py"))
 
 
+def _rank(read: RunReader, script: str) -> int | None:
+    found = next((rank for part, rank in RANKS.items() if part in script), None)
+    if found is None or read.has("rank") or read.has("lora_rank"):
+        return read.whole("rank", "lora_rank")
+    return int(read.default("rank", found, f"examples: {script}.py"))
+
+
+def _quantised(read: RunReader, dtype: str | None) -> tuple[str | None, str]:
+    """Return the dtype of a frozen base and its quantisation, which a file of bitsandbytes' options says."""
+    name = read.text("bnb_quantization_config_path")
+    options = beside(read.file, name) if name is not None else None
+    if not isinstance(options, dict):
+        read.used.pop("bnb_quantization_config_path", None)
+        return dtype, "none"
+    if options.get("load_in_8bit"):
+        return "int8 (bitsandbytes)", "int8"
+    if not options.get("load_in_4bit"):
+        return dtype, "none"
+    kind = str(options.get("bnb_4bit_quant_type", "fp4"))
+    return f"{kind} (bitsandbytes)", kind
+
+
 def _epochs(read: RunReader, script: str) -> float | None:
     found = next((count for part, count in EPOCHS.items() if part in script), None)
-    if found is None or read.has("num_train_epochs"):
-        return read.number("num_train_epochs")
+    if found is None or read.has("num_train_epochs") or read.has("num_epochs"):
+        return read.number("num_train_epochs", "num_epochs")
     return float(read.default("num_train_epochs", found, f"examples: {script}.py"))
 
 

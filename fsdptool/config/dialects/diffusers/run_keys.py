@@ -21,20 +21,25 @@ KEYS = RunKeys(
         "optimizer": ("AdamW", "examples/dreambooth/train_dreambooth_lora_flux.py"),
     },
     memory=sides(
-        less="do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling",
+        less="""
+        do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling lora_blocks
+        fsdp_text_encoder only_target_transformer_blocks
+        """,
         more="""
-        train_text_encoder with_prior_preservation train_text_encoder_ti
-        controlnet_model_name_or_path use_dora cond_image_column
+        train_text_encoder with_prior_preservation train_text_encoder_ti enable_t5_ti
+        controlnet_model_name_or_path use_dora cond_image_column train_norm_layers use_lora_bias
         """,
         either="""
         enable_xformers_memory_efficient_attention lora_layers aspect_ratio_buckets
-        bnb_quantization_config_path upcast_before_saving transformer_config max_sequence_length
+        use_aspect_ratio_buckets bnb_quantization_config_path upcast_before_saving transformer_config
+        max_sequence_length num_double_layers num_single_layers unet_config
         """,
     ),
     time=names("allow_tf32 dataloader_num_workers torch_compile"),
     numbers=names("""
     snr_gamma noise_offset weighting_scheme logit_mean logit_std mode_scale guidance_scale
-    proportion_empty_prompts noise_scheduler input_perturbation
+    proportion_empty_prompts noise_scheduler input_perturbation conditioning_dropout_prob caption_dropout
+    train_text_encoder_ti_frac train_transformer_frac loss_type huber_c w_min w_max beta_dpo
     """),
     no_effect=names("""
     instance_data_dir instance_data_root instance_prompt class_data_dir class_prompt
@@ -47,19 +52,35 @@ KEYS = RunKeys(
     conditioning_image_column set_grads_to_none prior_reflow_data_root skip_final_inference
     final_validation_prompt tracker_project_name non_ema_revision prediction_type
     pretrained_vae_model_name_or_path vae_model_name_or_path foreach_ema dataset_file
-    prior_generation_precision
+    prior_generation_precision learnable_property placeholder_token initializer_token token_abstraction
+    num_new_tokens_per_abstraction train_shards_path_or_url jsonl_for_train gaussian_init_lora
+    conditioning_image_column original_image_column edited_image_column edit_prompt_column
+    initial_learning_rate num_inference_steps system_prompt
     """),
     unknown="script",
 )
 
+_FLUX = (
+    "attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj",
+    "attn.add_v_proj", "attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj",
+    "ff_context.net.2",
+)  # fmt: skip
+_FLUX2 = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj")
 TARGETS = {
-    "flux2": (
-        "to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj", "attn.to_out of 48 single blocks",
+    "flux2_klein": (*_FLUX2, "attn.to_out of 24 single blocks"),
+    "flux2": (*_FLUX2, "attn.to_out of 48 single blocks"),
+    "kontext": (*_FLUX, "proj_mlp"),
+    "control_lora_flux": ("x_embedder", *_FLUX),
+    "flux": _FLUX,
+    "hidream": ("to_k", "to_q", "to_v", "to_out"),
+    "lcm_distill": (
+        "to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2", "conv1",
+        "conv2", "conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv", "time_emb_proj",
     ),
-    "flux": (
-        "attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_q_proj",
-        "attn.add_v_proj", "attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj",
-        "ff_context.net.2",
+    "krea2": (
+        "img_in", "final_layer.linear", "to_q", "to_k", "to_v", "to_out.0", "to_gate", "ff.up", "ff.down",
+        "text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2", "time_embed.linear_1",
+        "time_embed.linear_2", "time_mod_proj",
     ),
     "sd3": (
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k",
@@ -69,17 +90,43 @@ TARGETS = {
     "": ("to_k", "to_q", "to_v", "to_out.0"),
 }  # fmt: skip
 """Part of a script's name, and the modules that it adapts; the first that fits counts."""
-EPOCHS = {"cogvideox": 1, "text_to_image": 100, "controlnet": 1, "instruct_pix2pix": 100, "lcm_distill": 100}
+EPOCHS = {
+    "cogvideox": 1, "text_to_image": 100, "controlnet": 1, "instruct_pix2pix": 100, "lcm_distill": 100,
+    "unconditional": 100,
+}  # fmt: skip
 _COGVIDEO = "examples/cogvideo/train_cogvideox_lora.py"
 CLIP = {"height": (480, _COGVIDEO), "width": (720, _COGVIDEO), "max_num_frames": (49, _COGVIDEO)}
 """Sizes of a clip that CogVideoX is trained on, where the command names none."""
-BESIDE = ("controlnet", "t2i_adapter", "ip_adapter", "textual_inversion", "custom_diffusion", "lcm_distill")
+BESIDE = (
+    "controlnet",
+    "t2i_adapter",
+    "ip_adapter",
+    "textual_inversion",
+    "custom_diffusion",
+    "lcm_distill_sd",
+)
 """Parts of the names of scripts that train something beside the model, and keep that frozen."""
 SIDES = {
     **dict.fromkeys(("text_to_image_lora_sdxl", "text_to_image_sdxl", "dreambooth_lora_sdxl"), 1024),
-    "lcm_distill_sdxl": 1024,
+    **dict.fromkeys(("lcm_distill_sdxl", "lcm_distill_lora_sdxl"), 1024),
+    **dict.fromkeys(("control_lora_flux", "control_flux", "control_lora_cogview4", "control_cogview4"), 1024),
     "instruct_pix2pix": 256,
+    "unconditional": 64,
 }
 """Part of a script's name, and its default resolution where that is not 512."""
-BATCHES = {"text_to_image": 16, "instruct_pix2pix": 16, "lcm_distill": 16}
+BATCHES = {"text_to_image": 16, "instruct_pix2pix": 16, "lcm_distill": 16, "unconditional": 16}
 """Part of a script's name, and its default where that differs."""
+RANKS = {"lcm_distill": 64}
+"""Part of a script's name, and its default rank where that is not 4."""
+MODELS = {
+    "kontext": "black-forest-labs/FLUX.1-Kontext-dev",
+    "flux2_klein": None,
+    "flux2": "black-forest-labs/FLUX.2-dev",
+    "flux": "black-forest-labs/FLUX.1-dev",
+    "hidream": "HiDream-ai/HiDream-I1-Full",
+    "lumina2": "Alpha-VLLM/Lumina-Image-2.0",
+    "qwen_image": "Qwen/Qwen-Image",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "z_image": "Tongyi-MAI/Z-Image-Turbo",
+}
+"""Part of a script's name, and a model of the only shape that it trains; the first that fits counts."""

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -28,6 +29,7 @@ from fsdptool.config.dialects.simpletuner.run_keys import (
     KEYS,
     LORA_TARGETS,
     MODELS,
+    ONE_SIZE,
     PLAIN_TARGETS,
     SWITCHES,
 )
@@ -36,6 +38,10 @@ from fsdptool.records.described_run import DescribedMesh, DescribedRun
 _LARGEST = 1 << 16
 """Pixels beyond the side of every image that is trained on."""
 _TRAINED = frozenset({"image", "video", "audio", ""})
+_SHELL = frozenset({"MODEL_TYPE", "TRAINER_EXTRA_ARGS", "TRAIN_BATCH_SIZE"})
+"""Variables of every shell file."""
+_PLAIN = {"gradient_checkpointing_interval": "1", "gradient_checkpointing_backend": "torch"}
+"""Keys, and the values with which the program does as without them."""
 _EDITS = re.compile(r"kontext|qwen-image-edit|hidream-e1", re.IGNORECASE)
 """Models that append the patches of a conditioning image to those of the image that trains.
 
@@ -46,10 +52,15 @@ image is further channels of the same patches (``helpers/models/kandinsky5_image
 
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
-    file = replace(file, data=_flags(file.data))
-    read = RunReader(file, KEYS)
+    shell = any(str(key) in _SHELL for key in file.data)
+    file = replace(file, data=_flags(file.data, shell))
+    # A shell file sets variables for other programs, too: what is no flag here is not refused.
+    read = RunReader(file, replace(KEYS, unknown="dropped") if shell else KEYS)
     launch = file.launch
-    model = _model(read)
+    model, family = _model(read)
+    for key, plain in _PLAIN.items():
+        if str(read.raw(key)).lower() == plain:
+            read.inert(key)
     method = (read.text("model_type") or "full").lower()
     adapter = method == "lora"
     standard = adapter and (read.text("lora_type") or "standard").lower() == "standard"
@@ -61,12 +72,14 @@ def describe(file: RunFile) -> DescribedRun:
     if optimizer != named:
         read.problems.append(f"optimizer {named} is not a name of SimpleTuner 4.8: read as {optimizer}")
     fsdp = launch.fsdp or (read.whole("fsdp_version") if read.flag("fsdp_enable") else None)
-    processes = launch.processes or read.whole("num_processes")
+    cp = read.whole("context_parallel_size") or 1
+    # Ranks that share a sample are more than one process, whose number the launcher then decides.
+    counted = read.has("num_processes") or cp < 2
+    processes = launch.processes or (read.whole("num_processes") if counted else None)
     read.use(
         "fsdp_reshard_after_forward", "fsdp_cpu_offload", "fsdp_activation_checkpointing", "mixed_precision"
     )
     micro, accumulation = read.whole("train_batch_size"), read.whole("gradient_accumulation_steps")
-    cp = read.whole("context_parallel_size") or 1
     replicas = 1 if fsdp or (processes or 1) == 1 else -1
     mesh = DescribedMesh(dp_replicate=replicas, dp_shard=-1 if fsdp else 1, cp=cp)
     steps = read.whole("max_train_steps")
@@ -78,6 +91,7 @@ def describe(file: RunFile) -> DescribedRun:
         read.unmodelled("conditioning_data", "more")
     return read.describe(
         model=model,
+        family=family,
         method=method,
         lora_rank=read.whole("lora_rank") if standard else None,
         lora_dropout=read.number("lora_dropout") if standard else None,
@@ -110,10 +124,10 @@ def describe(file: RunFile) -> DescribedRun:
     )
 
 
-def _flags(data: Mapping[str, Any]) -> dict[str, Any]:
+def _flags(data: Mapping[str, Any], shell: bool) -> dict[str, Any]:
     """Return the keys without leading dashes; of a shell file the flags that its variables stand for."""
     plain = {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
-    if not any(key in plain for key in ("MODEL_TYPE", "TRAINER_EXTRA_ARGS", "TRAIN_BATCH_SIZE")):
+    if not shell:
         return plain
     flags: dict[str, Any] = {"model_family": "sdxl"}
     for key, value in plain.items():
@@ -121,6 +135,8 @@ def _flags(data: Mapping[str, Any]) -> dict[str, Any]:
             flags |= {"model_family": SWITCHES[key]} if str(value).lower() == "true" else {}
         elif key == "TRAINER_EXTRA_ARGS":
             flags |= dict(_extra(str(value)))
+        elif key == "ACCELERATE_EXTRA_ARGS":
+            flags |= {name: told for name, told in _extra(str(value)) if name == "num_processes"}
         else:
             flags[ENVIRONMENT.get(key, key.lower())] = value
     return flags
@@ -131,24 +147,26 @@ def _extra(text: str) -> Iterable[tuple[str, Any]]:
         words = shlex.split(text)
     except ValueError:
         words = text.split()
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in zip_longest(words, words[1:], fillvalue="--"):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             yield name[2:].replace("-", "_"), value if equals else True if after.startswith("--") else after
 
 
-def _model(read: RunReader) -> str | None:
+def _model(read: RunReader) -> tuple[str | None, str | None]:
+    """Return the model, and its size in the catalogue where not its name but its family says that."""
     family = (read.text("model_family") or "").lower().replace("z-image", "z_image")
     flavour = read.text("model_flavour", "model_flavor")
     named = read.text("pretrained_transformer_model_name_or_path", "pretrained_model_name_or_path")
     read.use("pretrained_model_name_or_path")
+    known = MODELS.get(family, {})
     if named is not None:
-        return named
+        alone = DEFAULT_FLAVOURS.get(family) if family in ONE_SIZE else None
+        return named, read.family_by("model_family", named, known.get((flavour or alone or "").lower()))
     if flavour is None and family in DEFAULT_FLAVOURS:
         source = "helpers/models/*/model.py: DEFAULT_MODEL_FLAVOUR"
         flavour = str(read.default("model_flavour", DEFAULT_FLAVOURS[family], source))
-    known = MODELS.get(family, {})
-    return known.get((flavour or "").lower()) or f"{family} {flavour or ''}".strip() or None
+    return known.get((flavour or "").lower()) or f"{family} {flavour or ''}".strip() or None, None
 
 
 def _targets(read: RunReader) -> tuple[str, ...]:

@@ -39,16 +39,18 @@ KEYS = RunKeys(
     memory=sides(
         less="""
         ramtorch ramtorch_text_encoder enable_group_offload group_offload musubi_blocks_to_swap
-        gradient_checkpointing_interval layer_freeze_strategy optimizer_cpu_offload_method
-        optimizer_release_gradients
+        layer_freeze_strategy optimizer_cpu_offload_method optimizer_release_gradients
+        optimizer_offload_gradients enable_model_cpu_offload enable_chunked_feed_forward tread_config
+        gradient_checkpointing_offload_attention
         """,
         more="""
-        controlnet use_dora prior_preservation train_text_encoder tread_config
-        offload_during_startup_disabled lycoris_config
+        controlnet control use_dora prior_preservation train_text_encoder gradient_checkpointing_interval
+        gradient_checkpointing_segment_stride offload_during_startup_disabled lycoris_config
         """,
         either="""
         optimizer_config gradient_precision distillation_method unet_attention_slice
-        fuse_qkv_projections fuse_optimizer vae_cache_ondemand
+        fuse_qkv_projections fuse_optimizer vae_cache_ondemand gradient_checkpointing_backend
+        slider_lora_target tokenizer_max_length ltx2_reference_* refiner_training
         """,
     ),
     time=names("""
@@ -56,8 +58,9 @@ KEYS = RunKeys(
     dataloader_prefetch dataloader_prefetch_qlen allow_tf32 disable_tf32
     """),
     numbers=names("""
-    flow_schedule_shift flow_schedule_auto_shift noise_offset snr_gamma min_snr_gamma
-    input_perturbation loss_type caption_dropout_probability weight_noise
+    flow_* noise_offset* offset_noise snr_gamma min_snr_gamma use_soft_min_snr soft_min_snr_* huber_*
+    input_perturbation* loss_type caption_dropout_probability weight_noise masked_loss_probability
+    rescale_betas_zero_snr prediction_type
     """),
     no_effect=names("""
     lora_rank lora_dropout lora_init_type peft_lora_target_modules base_model_default_dtype num_processes
@@ -81,6 +84,17 @@ KEYS = RunKeys(
     local_rank set_grads_to_none offload_during_startup data_backend_sampling num_machines
     main_process_* same_network repa_* disable_accelerator default_negative_prompt
     model_flavour_description peft_lora_mode
+    trust_remote_code allow_dataset_oversubscription text_cache_* text_encoder_* context_parallel_*
+    cosmos3_* ltx_* ltx2_* sana_* sd3_* sdxl_* pixart_* wan_* deepfloyd_* refiner_* t5_padding
+    lora_format offload_during_save offload_param_path seed_for_each_device enable_watermark framerate
+    pretrained_vae_* pretrained_unet_* pretrained_transformer_subfolder revision variant
+    accelerator_cache_clear_interval ignore_missing_files caption_strategy parquet_* init_lokr_norm
+    singlora_* sageattention_usage sla_config fully_unload_text_encoder save_text_encoder
+    freeze_encoder_* prepend_instance_prompt only_instance_prompt data_aesthetic_score
+    disable_segmented_timestep_sampling enable_multiprocessing target_downsample_size
+    max_upscale_threshold debug_* distillation_config post_* publishing_config sdnq_*
+    quantization_config feed_forward_chunk_size gradient_checkpointing_offload_prefetch
+    enable_xformers_memory_efficient_attention webhook_*
     """),
     unknown="refused",
 )
@@ -258,6 +272,7 @@ DEFAULT_FLAVOURS = {
     "kandinsky5-video": "t2v-lite-sft-5s",
     "kolors": "1.0",
     "ltxvideo": "0.9.5",
+    "ltxvideo2": "dev",
     "lumina2": "2.0",
     "omnigen": "v1",
     "pixart_sigma": "900m-1024-v0.6",
@@ -272,6 +287,10 @@ DEFAULT_FLAVOURS = {
     "z_image": "turbo",
 }
 """Flavours of families, where none is named."""
+ONE_SIZE = frozenset(
+    {"auraflow", "chroma", "flux", "hidream", "kolors", "lumina2", "omnigen", "qwen_image", "sdxl", "z_image"}
+)
+"""Families whose flavours differ in their weights alone, so that the family says the size."""
 
 ENVIRONMENT = {
     "MODEL_TYPE": "model_type", "MODEL_NAME": "pretrained_model_name_or_path",
@@ -282,12 +301,15 @@ ENVIRONMENT = {
     "USE_GRADIENT_CHECKPOINTING": "gradient_checkpointing", "USE_EMA": "use_ema",
     "MIXED_PRECISION": "mixed_precision", "TRAINING_NUM_PROCESSES": "num_processes",
     "TRAINING_DYNAMO_BACKEND": "dynamo_backend", "USE_DORA": "use_dora", "CONTROLNET": "controlnet",
-    "FLUX_LORA_TARGET": "flux_lora_target",
+    "FLUX_LORA_TARGET": "flux_lora_target", "USE_BITFIT": "layer_freeze_strategy",
+    "USE_XFORMERS": "enable_xformers_memory_efficient_attention",
+    "RESUME_CHECKPOINT": "resume_from_checkpoint", "MINIMUM_RESOLUTION": "minimum_image_size",
+    "TRAINING_SEED": "seed", "TRAINING_NUM_MACHINES": "num_machines",
 }  # fmt: skip
 """Variables of the shell files before version 2.0, and the flags that they became."""
 SWITCHES = {
     "FLUX": "flux", "STABLE_DIFFUSION_3": "sd3", "PIXART_SIGMA": "pixart_sigma", "KOLORS": "kolors",
-    "STABLE_DIFFUSION_LEGACY": "sd1x",
+    "STABLE_DIFFUSION_LEGACY": "sd1x", "AURA_FLOW": "auraflow", "LTXVIDEO": "ltxvideo", "SANA": "sana",
 }  # fmt: skip
 """Variables that chose the family; without one it is SDXL."""
 

@@ -1,0 +1,249 @@
+"""Runs that files and commands of programs for image and video models describe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.files.text import SourceText
+from fsdptool.records.described_run import DescribedRun
+
+
+def described(text: str) -> DescribedRun:
+    """Return the run of a text, which is one."""
+    run = describe_run(SourceText(text))
+    assert run is not None
+    return run
+
+
+def in_file(folder: Path, name: str, text: str, **beside: str) -> DescribedRun:
+    """Return the run of a file, beside others."""
+    for other, content in beside.items():
+        (folder / other.replace("__", ".")).write_text(content)
+    (folder / name).write_text(text)
+    run = describe_path(folder / name)
+    assert run is not None
+    return run
+
+
+def memory_of(run: DescribedRun) -> dict[str, str | None]:
+    """Return the keys that change memory and are not planned, with the side."""
+    return {item.key: item.side for item in run.keys.not_modelled if item.changes == "memory"}
+
+
+SHELL = """\
+export MODEL_TYPE='lora'
+export FLUX=true
+export MODEL_NAME="black-forest-labs/FLUX.1-dev"
+export MAX_NUM_STEPS=100
+export NUM_EPOCHS=0
+export TRAIN_BATCH_SIZE=2
+export USE_BITFIT=true
+export PURE_BF16=true
+export TRAINING_NUM_PROCESSES=2 # per machine
+"""
+
+
+def test_a_shell_file_of_simpletuner_adds_to_its_own_flags(tmp_path: Path) -> None:
+    more = (
+        'export TRAINER_EXTRA_ARGS="--lora_rank=24"\n'
+        'export TRAINER_EXTRA_ARGS="${TRAINER_EXTRA_ARGS} --base_model_precision=int4-quanto"\n'
+    )
+    run = in_file(tmp_path, "config.env", SHELL + more)
+    assert (run.lora_rank, run.quantisation, run.processes) == (24, "int4", 2)
+    assert memory_of(run) == {"layer_freeze_strategy": "less"}
+
+
+def test_a_shell_file_of_simpletuner_sets_variables_for_others(tmp_path: Path) -> None:
+    more = 'export TRAINER_EXTRA_ARGS=""\nexport ACCELERATE_EXTRA_ARGS="--multi_gpu --num_processes=6"\n'
+    run = in_file(tmp_path, "config.env", SHELL + more)
+    assert (run.problems, run.processes) == ((), 6)
+    assert any("drops unknown keys: pure_bf16" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "family"),
+    [
+        ({"model_family": "sdxl", "pretrained_model_name_or_path": "/m/cartoon_v3.safetensors"}, "sdxl:unet"),
+        ({"model_family": "sdxl", "pretrained_model_name_or_path": "org/mine"}, None),  # the Hub knows it
+        ({"model_family": "sd3", "pretrained_model_name_or_path": "/m/mine"}, None),  # two sizes
+        (
+            {"model_family": "sd3", "model_flavour": "large", "pretrained_model_name_or_path": "/m/mine"},
+            "sd3.5:large",
+        ),
+        ({"model_family": "ltxvideo2"}, "ltx-2:2.0-19b"),
+    ],
+)
+def test_the_family_says_the_size_where_the_name_does_not(keys: dict[str, str], family: str | None) -> None:
+    run = described(json.dumps({"model_type": "lora", "data_backend_config": "b.json", **keys}))
+    assert run.family == family
+    named = "pretrained_model_name_or_path" in keys and family is not None
+    assert named == any("by model_family" in note for note in run.notes)
+
+
+def test_newer_flags_of_simpletuner_are_known() -> None:
+    keys = {
+        "model_family": "wan", "model_type": "lora", "data_backend_config": "b.json",
+        "context_parallel_size": 4, "context_parallel_comm_strategy": "alltoall", "text_cache_ondemand": True,
+        "gradient_checkpointing_backend": "unsloth", "gradient_checkpointing_interval": 3,
+        "trust_remote_code": True, "wan_validation_load_other_stage": True,
+    }  # fmt: skip
+    run = described(json.dumps(keys))
+    assert not any("refuses" in problem for problem in run.problems)
+    assert (run.processes, run.mesh.cp, run.global_batch) == (None, 4, None)
+    assert memory_of(run) == {
+        "gradient_checkpointing_backend": None,
+        "gradient_checkpointing_interval": "more",
+    }
+    keys |= {"gradient_checkpointing_backend": "torch", "gradient_checkpointing_interval": 1}
+    assert memory_of(described(json.dumps(keys))) == {}
+
+
+TOOLKIT = """\
+job: extension
+config:
+  name: n
+  process:
+  - type: {type}
+    {network}
+    datasets: [{{folder_path: d, resolution: 768}}]
+    train: {{steps: 9, dtype: bf16, batch_size: 2, optimizer: adamw8bit{train}}}
+    model: {{name_or_path: {model}, quantize: true{arch}}}
+"""
+NETWORK = "network: {type: lora, linear: 4, rank: 12}"
+
+
+def toolkit(**parts: str) -> DescribedRun:
+    """Return the run of a job."""
+    usual = {"type": "sd_trainer", "network": NETWORK, "train": "", "model": "/m/mine", "arch": ""}
+    return described(TOOLKIT.format(**{**usual, **parts}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    [
+        (", is_xl: true", "sdxl:unet"),
+        (", is_flux: true", "flux.1:dev"),
+        (", arch: 'wan21:14b'", "wan2.1:t2v-14b"),
+        (", arch: 'zimage:turbo'", "z-image:turbo"),
+        (", arch: somebodys", None),
+        ("", "sd1.5:unet"),
+    ],
+)
+def test_the_architecture_of_a_job_says_the_size(arch: str, family: str | None) -> None:
+    run = toolkit(arch=arch)
+    assert (run.family, run.lora_rank) == (family, 12)  # the old name of the rank wins
+
+
+@pytest.mark.parametrize(
+    ("network", "note"),
+    [
+        ("adapter: {type: redux, train: true}", "adapter: the model stays frozen"),
+        ("embedding: {trigger: t, tokens: 4}", "embedding: the model stays frozen"),
+    ],
+)
+def test_a_job_that_trains_something_beside_the_model_keeps_it_frozen(network: str, note: str) -> None:
+    run = toolkit(network=network)
+    assert run.base_dtype == "float8 e4m3 (quanto qfloat8)"
+    assert any(note in found for found in run.notes)
+    assert memory_of(run).keys() == {network.partition(":")[0]}
+
+
+def test_keys_of_a_job_that_change_memory_are_told() -> None:
+    train = ", do_paramiter_swapping: true, do_cfg: true, short_and_long_captions: true"
+    assert memory_of(toolkit(train=train)) == {
+        "train.do_paramiter_swapping": "less",
+        "train.do_cfg": "more",
+        "train.short_and_long_captions": "more",
+    }
+    assert memory_of(toolkit(type="somebodys_trainer")) == {"type": None}
+
+
+def test_a_slider_trains_on_sizes_of_its_own() -> None:
+    text = TOOLKIT.replace("    datasets: [{{folder_path: d, resolution: 768}}]\n", "")
+    text += "    slider: {{resolutions: [[512, 512], [640, 768]]}}\n"
+    run = described(text.format(type="slider", network=NETWORK, train="", model="a/b", arch=""))
+    assert run.pixel_area == 640 * 768
+
+
+def launched(script: str, flags: str) -> DescribedRun:
+    """Return the run of a command of diffusers."""
+    named = "" if "pretrained" in flags else "--pretrained_model_name_or_path org/name "
+    return described(f"accelerate launch {script}.py {named}--output_dir o {flags}\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("train_dreambooth_lora_flux_kontext", {"proj_mlp", "ff.net.2"}),
+        ("train_control_lora_flux", {"x_embedder", "attn.to_k"}),
+        ("train_dreambooth_lora_hidream", {"to_out"}),
+        ("train_dreambooth_lora_krea2", {"to_gate", "ff.up"}),
+        ("train_dreambooth_lora_lumina2", {"to_out.0"}),
+        ("train_lcm_distill_lora_sdxl_wds", {"conv_shortcut", "time_emb_proj"}),
+    ],
+)
+def test_a_script_of_diffusers_chooses_the_layers(script: str, more: set[str]) -> None:
+    run = launched(script, "--train_batch_size 1")
+    assert run.method == "lora"
+    assert isinstance(run.lora_targets, tuple)
+    assert more <= {*run.lora_targets}
+
+
+def test_a_distilled_model_is_named_by_its_teacher() -> None:
+    flags = "--pretrained_teacher_model stabilityai/stable-diffusion-xl-base-1.0 --train_batch_size 2"
+    run = launched("train_lcm_distill_lora_sdxl", flags)
+    assert (run.family, run.lora_rank, run.height) == ("sdxl:unet", 64, 1024)
+    assert launched("train_lcm_distill_lora_sdxl", f"{flags} --lora_rank 8").lora_rank == 8
+    assert memory_of(run) == {}
+    assert memory_of(launched("train_lcm_distill_sdxl_wds", flags)).keys() == {
+        "train_lcm_distill_sdxl_wds.py"
+    }
+
+
+def test_pairs_train_adapters_and_twice_the_images() -> None:
+    flags = "--pretrained_model_name_or_path /m/mine --dataset_name d --train_batch_size 4 --rank 8"
+    run = launched("train_diffusion_dpo_sdxl", flags)
+    assert (run.method, run.lora_rank, run.family) == ("lora", 8, "sdxl:unet")
+    assert memory_of(run) == {"train_diffusion_dpo_sdxl.py": "more"}
+
+
+def test_a_network_without_text_has_epochs_of_its_own() -> None:
+    flags = "--pretrained_model_name_or_path a/b --train_data_dir d"
+    assert launched("train_unconditional", flags).epochs == 100
+    run = launched("train_unconditional", f"{flags} --num_epochs 7")
+    assert (run.epochs, run.height, run.micro_batch) == (7, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "base", "quantisation"),
+    [
+        ('{"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}', "nf4 (bitsandbytes)", "nf4"),
+        ('{"load_in_8bit": true}', "int8 (bitsandbytes)", "int8"),
+        ("{}", "bf16", "none"),
+        ("[]", "bf16", "none"),
+    ],
+)
+def test_a_file_of_bitsandbytes_quantises_the_base(
+    tmp_path: Path, options: str, base: str, quantisation: str
+) -> None:
+    line = (
+        "accelerate launch train_dreambooth_lora_hidream.py --pretrained_model_name_or_path a/b"
+        " --bnb_quantization_config_path bnb.json --mixed_precision bf16 --instance_data_dir d\n"
+    )
+    run = in_file(tmp_path, "run.sh", line, bnb__json=options)
+    assert (run.base_dtype, run.quantisation) == (base, quantisation)
+    assert ("bnb_quantization_config_path" in memory_of(run)) == (options == "[]")
+
+
+def test_the_optimizer_of_a_control_network() -> None:
+    assert launched("train_controlnet_flux", "--use_adafactor --resolution 512").optimizer == "adafactor"
+
+
+@pytest.mark.parametrize("flag", ["--optimizer_type adafactor", "--save_model_as safetensors"])
+def test_commands_of_sd_scripts_are_none_of_diffusers(flag: str) -> None:
+    flags = f"--pretrained_model_name_or_path a.safetensors --train_data_dir d --resolution 512 {flag}"
+    assert describe_run(SourceText(f"accelerate launch flux_train.py {flags}\n")) is None
