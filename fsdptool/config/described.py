@@ -17,15 +17,29 @@ from typing import Any
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
-from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
-from fsdptool.config.shell import Command, find_commands, parse_command, parse_environment, plain, words_of
+from fsdptool.config.dialects.run_reader import (
+    Launch,
+    RunFile,
+    may_shard,
+    state_bits,
+    with_ranks,
+)
+from fsdptool.config.shell import (
+    Command,
+    find_commands,
+    parse_command,
+    parse_environment,
+    plain,
+    without_lists,
+    words_of,
+)
 from fsdptool.config.shell_variables import step_of_srun, substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.scripts import SCRIPTS
-from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
+from fsdptool.source.known_models import STORED_IN_FP32, family_of_name, format_of_name
 from fsdptool.spelling import integer
 
 _CONFIG_FLAGS = ("config", "job.config_file", "config_file", "c")
@@ -163,7 +177,10 @@ def _may_train(command: Command) -> bool:
 
 
 def _with_family(run: DescribedRun) -> DescribedRun:
-    """Return the run with the size of the catalogue that its model's name stands for."""
+    """Return the run with the size and the format that its model's name stands for."""
+    if run.model is None:
+        return run
+    run = _as_stored(run)
     if run.model is None or run.family is not None:
         return run
     family, note = family_of_name(run.model)
@@ -171,6 +188,20 @@ def _with_family(run: DescribedRun) -> DescribedRun:
     if (family or "").partition(":")[0] in STORED_IN_FP32:
         run = _as_published(run)
     return run
+
+
+def _as_stored(run: DescribedRun) -> DescribedRun:
+    """Return a run of adapters with the format of a checkpoint that its name says is quantised.
+
+    transformers loads such layers as they are stored, whatever else is asked for (5.24
+    ``quantizers/auto.py``: the configuration of the checkpoint counts).
+    """
+    words = format_of_name(run.model or "")
+    if words is None or run.quantisation != "none" or run.method not in ("lora", "dora"):
+        return run
+    method = {"bnb nf4": "qlora", "bnb int8": "lora8bit"}.get(words, run.method)
+    note = f"the name says that the checkpoint is stored in {words}: adapters train beside layers in it"
+    return replace(run, method=method, quantisation=words, notes=(*run.notes, note))
 
 
 def _with_facts(run: DescribedRun, reader: RunFormat, file: RunFile) -> Iterator[UnmodelledKey]:
@@ -278,6 +309,9 @@ def _of_command(
         script = launch.script.rpartition(".")[2].lower()
         if _OTHER_WORK.search(script) and not _TRAINS.search(script):
             continue
+        words, open_ended = without_lists(words)
+        said = tuple(f"{word}: the arguments that it holds are not known" for word in open_ended)
+        launch = replace(launch, problems=(*launch.problems, *said))
         data, overrides, positional = _arguments(words)
         names = frozenset((*data, *(key for key, _ in overrides)))
         reader = _chosen({form: form.starts(launch, names) for form in run_formats()}, program, None)
@@ -530,10 +564,7 @@ def _launch(
         launch = replace(launch, processes=processes, nodes=nodes)
     elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
         launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
-    per_node = integer(environment.get("NPROC_PER_NODE"))
-    if launch.processes in (None, 1) and per_node is not None:
-        nodes = integer(environment.get("NNODES")) or 1
-        launch = replace(launch, processes=per_node * nodes, nodes=nodes)
+    launch = with_ranks(launch, flags, environment)
     if command.program in ("accelerate", "torchrun", "deepspeed"):
         launch = replace(launch, flags=flags)
     return launch, [str(word.value) for word in own]

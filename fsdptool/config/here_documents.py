@@ -14,6 +14,16 @@ _COPIES = re.compile(r"^\s*(?:[\w{(]+[ \t]+)*(?:cat|tee)\b")
 """Commands that write a here-document as it stands; ``python - <<EOF`` runs it."""
 
 
+_COPIED = re.compile(
+    r"^[^\n#]*\b(?:cat|tee)\b[^\n]*<<-?[ \t]*(?P<mark>\w+)\b[^\n]*\n"
+    r"(?P<body>.*?)^[ \t]*(?P=mark)[ \t]*\r?$",
+    re.MULTILINE | re.DOTALL,
+)
+_KEY = re.compile(r"(?:#[^\n]*\n\s*)*(?:[\w.\-\"']+[ \t]*:(?:\s|$)|\{|\[|---)")
+"""How a file of YAML, JSON or TOML begins, after its comments."""
+_COMMANDS = re.compile(r"^\s*(?:#!|#SBATCH|export\s|source\s|cd\s|set -)", re.MULTILINE)
+
+
 class _Document(NamedTuple):
     name: str
     appends: bool
@@ -46,6 +56,17 @@ def here_documents(text: str, substituted: str) -> dict[str, str]:
         for name, body in written.items()
         if body is not None and not re.search(rf"\bsed[ \t]+-i[^\n]*{re.escape(name)}", substituted)
     }
+
+
+def settings_written(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where the here-documents are that a script copies to a file and whose variables count.
+
+    Those whose lines look like commands are left out: another shell reads them.
+    """
+    for found in _COPIED.finditer(text):
+        body = found["body"]
+        if _KEY.match(body.lstrip()) and not _COMMANDS.search(body):
+            yield found.span("body")
 
 
 def written_name(name: str) -> str:

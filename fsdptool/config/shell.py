@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -31,6 +31,11 @@ _ESCAPED = re.compile(r"\\([\"\\`])")
 """What a backslash escapes within double quotes."""
 _BRACKET, _DEEPEST = 20_000, 30
 """Characters between brackets, and brackets within brackets, at most: others are text."""
+_LIST = re.compile(
+    r"\$(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)S?\w*|\{\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)S?\w*\}|\{\w+\[[@*]\].*\})",
+    re.IGNORECASE | re.DOTALL,
+)
+"""A variable that holds several arguments, by its form or its name."""
 _LIMIT = 5000
 MOST = 50
 _NEST = 4
@@ -592,3 +597,14 @@ def _word(text: str, index: int, *, command: bool = False) -> Node:
     if command and (over := _OVER.search(word)):
         word = word[: over.start()]
     return Node("scalar", start, start + len(word), word, raw=word)
+
+
+def without_lists(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command without the variables that hold further arguments, and these."""
+    kept: list[str] = []
+    left: list[str] = []
+    for word in words:
+        is_value = bool(kept) and re.fullmatch(r"--?[A-Za-z][\w.-]*", kept[-1]) is not None
+        is_list = _LIST.fullmatch(word) is not None and ("[" in word or not is_value)
+        (left if is_list else kept).append(word)
+    return kept, left

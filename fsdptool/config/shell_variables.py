@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fsdptool.config.here_documents import settings_written
 from fsdptool.config.shell import enclosed, spans_of, words_of
 from fsdptool.files.text import UnreadableError
 from fsdptool.files.tree import Node
@@ -39,6 +40,16 @@ _EQUAL = re.compile(
     rf'\[+\s*(?P<left>"?\$(?:{_NAME}|\{{{_NAME}(?P<other>:?-[^{{}}"]*)?\}})"?)\s*(?P<sign>==?|!=)'
     r'\s*["\']?(?P<right>[\w.\-/]*)["\']?\s*\]+'
 )
+_EXPR = re.compile(r"\s*expr\s+(.+)", re.DOTALL)
+_FIELDS = r"awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print\s+NF\s*\}'"
+_COUNTED = re.compile(
+    rf"""\s*(?:(?:echo|printf\s+["']?%s["']?)\s+("[^"]*"|[^\s|]+)\s*\|\s*"""
+    rf"""(?:tr\s+["']?,["']?\s+["']?\\n["']?\s*\|\s*wc\s+-l|{_FIELDS})|{_FIELDS}\s*<<<\s*(.+?))\s*""",
+    re.DOTALL,
+)
+"""Ways in which scripts count the parts of a list with commas, as that of the visible GPUs."""
+_SPLIT = re.compile(rf"""IFS=["']?(\S)["']?\s+read\s+(?:-r\s+)?-r?a\s+({_NAME})\s*<<<\s*(.+)""", re.DOTALL)
+_LENGTH = re.compile(rf"#({_NAME})\[[@*]\]")
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
 _BATCH_OPTION = re.compile(
     r"(?:^|(?<=\s))(?:--(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task)[=\s]\s*([\w:.,-]{1,100})"
@@ -83,18 +94,34 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
     batch = batch_variables(text)
     script = _Script(files, batch)
     pieces: list[str] = []
-    last, size = 0, 0
-    for start, end in spans_of(text):
-        between = text[last:start]
-        piece = script.read(text[start:end], between)
-        pieces += (between, piece)
-        last, size = end, size + len(piece)
-        if size > _MOST:
-            return text
-    whole = "".join((*pieces, text[last:]))
+    size = 0
+    for part, is_text in _parts(text):
+        if is_text:  # of a file of settings: no command, and quotes are characters
+            pieces.append(script.document(part))
+            continue
+        last = 0
+        for start, end in spans_of(part):
+            between = part[last:start]
+            piece = script.read(part[start:end], between)
+            pieces += (between, piece)
+            last, size = end, size + len(piece)
+            if size > _MOST:
+                return text
+        pieces.append(part[last:])
+    whole = "".join(pieces)
     # What is quoted for another shell (``bash -c '...'``): Slurm exports its variables.
     known = {name: value for name, value in batch.items() if re.search(rf"\b{name}\+?=", text) is None}
     return _OF_BATCH.sub(lambda found: known.get(found[1] or found[2], found[0]), whole) if known else whole
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a script, and whether each is the text of a file of settings that it writes."""
+    last = 0
+    for start, end in settings_written(text):
+        yield text[last:start], False
+        yield text[start:end], True
+        last = end
+    yield text[last:], False
 
 
 def batch_variables(text: str) -> dict[str, str]:
@@ -183,7 +210,12 @@ class _Script:
         given = [word for word in (rest[1:] if declared else rest) if not word.raw.startswith("-")]
         if given and all(_ASSIGNMENT.match(word.raw) or declared for word in given):
             return self._assign(span, given, maybe)
-        if rest and rest[0].value == "read":
+        split = _SPLIT.fullmatch(span.strip())
+        if split is not None:
+            value = self._word(split[3])
+            known = None if value is None or "$" in value else tuple(value.split(split[1]))
+            self._set(split[2], known, maybe)
+        elif rest and rest[0].value == "read":
             for word in rest[1:]:
                 self._set(str(word.value), None)
         if len(rest) > 1 and rest[0].value in ("source", "."):
@@ -346,6 +378,21 @@ class _Script:
             return raw
         return "".join(self._pieces(raw, splits))
 
+    def document(self, body: str) -> str:
+        """Return the text of a here-document with what is known put in as it is."""
+        pieces: list[str] = []
+        index = 0
+        while index < len(body):
+            if body[index] in "$`":
+                end, value = self._expansion(body, index)
+                pieces.append(body[index:end] if value is None else value)
+            else:
+                escaped = body[index] == "\\"
+                end = min(index + 1 + escaped, len(body))
+                pieces.append(body[index:end])
+            index = end
+        return "".join(pieces)
+
     def _pieces(self, raw: str, splits: bool) -> Iterator[str]:
         index, double = 0, False
         while index < len(raw):
@@ -386,7 +433,7 @@ class _Script:
         """Return where an expansion ends, and its value; None: it is not known."""
         if raw[index] == "`":
             end = raw.find("`", index + 1) + 1 or index + 1
-            return end, _folder(raw[index:end])
+            return end, self._output(raw[index + 1 : end - 1])
         following = raw[index + 1 : index + 2]
         if following == "[" and (end := raw.find("]", index)) > 0:  # the form of arithmetic before ``$((``
             return end + 1, self._arithmetic(raw[index + 2 : end])
@@ -399,13 +446,25 @@ class _Script:
                 return closed, self._parameter(inner)
             if inner.startswith("(") and inner.endswith(")"):
                 return closed, self._arithmetic(inner[1:-1])
-            return closed, _folder(raw[index:closed])
+            return closed, self._output(inner)
         plain = _PLAIN.match(raw, index)
         if plain is None:
             return index + 1, None
         return plain.end(), _first(self.get(plain.group(1))[1])
 
+    def _output(self, command: str) -> str | None:
+        """Return what a command prints, where that needs no running: a number, or the script's folder."""
+        if (expression := _EXPR.fullmatch(command)) is not None:
+            return self._arithmetic(re.sub(r"[\\\"']", "", expression[1]))
+        if (counted := _COUNTED.fullmatch(command)) is not None:
+            listed = self._word(counted[1] or counted[2])
+            return None if not listed or "$" in listed else str(listed.count(",") + 1)
+        return _folder(command)
+
     def _parameter(self, inner: str) -> str | None:
+        if (length := _LENGTH.fullmatch(inner)) is not None:
+            value = self.get(length[1])[1]
+            return None if value is None else "1" if isinstance(value, str) else str(len(value))
         match = _PARAMETER.fullmatch(inner)
         if match is None:
             return None

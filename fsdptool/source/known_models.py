@@ -177,6 +177,21 @@ def family_of_name(name: str) -> tuple[str | None, str | None]:
     return best[0], f"{written} is taken for {best[0]} ({best[1]}) by its name"
 
 
+_STORED_AS = {
+    "awq": "awq int4", "gptq": "gptq int4", "aqlm": "aqlm", "hqq": "hqq", "nf4": "bnb nf4", "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4", "fp8": "fp8", "w4a16": "int4", "w8a16": "int8", "w8a8": "int8", "int4": "int4",
+    "int8": "int8", "4bit": "bnb nf4", "8bit": "bnb int8",
+}  # fmt: skip
+"""What a quantised upload is called after, and its format in words; the first that a name has counts."""
+
+
+def format_of_name(name: str) -> str | None:
+    """Return the format in which the checkpoint of a name is stored quantised, or None."""
+    parts = re.split(r"[-_./\s]+", _hub_name(name).rstrip("/").rsplit("/", 1)[-1].lower())
+    found = next((words for part, words in _STORED_AS.items() if part in parts), None)
+    return found.replace("int4", "int8") if found == "gptq int4" and {"int8", "8bit"} & {*parts} else found
+
+
 def _hub_name(name: str) -> str:
     """Return the Hub id that the folder of a cache stands for; other names as they are.
 

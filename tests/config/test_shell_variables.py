@@ -45,6 +45,11 @@ def words(script: str, files: NamedFiles | None = None) -> list[str]:
         "A=1\nA=2\necho x ${A:+yes} ${NONE:+no}end",
         'L=(a)\nif [ "${U:-1}" != 0 ]; then L=(b c); fi\necho x "${L[@]}" -m d',
         'U=0\nif [[ "${U:-1}" == "1" ]]; then K=one; else K="two $U"; fi\necho x $K',
+        "N=2\necho x $(expr 16 / $N) `expr $N \\* 3`",
+        "G=0,1,5\nN=$(echo $G | tr ',' '\\n' | wc -l)\necho x $N $(echo \"$G\" | awk -F',' '{print NF}')",
+        "G=4,6\nN=$(awk -F',' '{print NF}' <<< \"$G\")\necho x $N",
+        "G=0,1,5\nIFS=',' read -r -a L <<< \"$G\"\necho x ${#L[@]} ${L[2]}",
+        "G=0,1\nIFS=, read -ra L <<< \"$G\"\nN=${N:-${#L[@]}}\necho x $N",
     ],
 )  # fmt: skip
 def test_a_command_has_the_words_that_bash_gives_it(script: str) -> None:

@@ -23,6 +23,7 @@ from fsdptool.records.described_run import (
     UnmodelledKey,
 )
 from fsdptool.source.known_models import family_of_name
+from fsdptool.spelling import integer
 
 DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
@@ -87,6 +88,7 @@ class RunKeys:
         unknown: What the program does with keys that it does not know; ``script``: they belong to the script
             that is run, whose source decides.
         learning: The keys of :attr:`DescribedRun.learning`, by its names.
+        earlier: Key to the name that an earlier version has for it, which is read where the key is absent.
     """
 
     program: str
@@ -98,6 +100,7 @@ class RunKeys:
     numbers: frozenset[str] = frozenset()
     unknown: Literal["dropped", "refused", "script"] = "dropped"
     learning: Mapping[str, Learned] = field(default_factory=dict)
+    earlier: Mapping[str, str] = field(default_factory=dict)
 
 
 def names(text: str) -> frozenset[str]:
@@ -185,6 +188,47 @@ class RunFile:
     unread: str | None = None
     added: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
+
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def visible_devices(environment: Mapping[str, str]) -> int | None:
+    """Return how many GPUs variables of a script show to its command; None: they do not say."""
+    for name in _VISIBLE:
+        listed = environment.get(name, "").strip(" ,")
+        if re.fullmatch(r"[\w.-]+(?:\s*,\s*[\w.-]+)*", listed) and listed != "-1":
+            return listed.count(",") + 1
+    return None
+
+
+def _takes_visible(launch: Launch, flags: Mapping[str, Any]) -> bool:
+    """Whether a launcher starts a process on each GPU that its environment shows.
+
+    accelerate 1.15 ``commands/launch.py``, which ``axolotl train`` runs; LLaMA-Factory 0.9.5 ``launcher.py``;
+    deepspeed 0.18 ``launcher/runner.py``; torchrun's ``--nproc-per-node gpu``.
+    """
+    match launch.program:
+        case "accelerate":
+            return launch.unread is None and not {"config_file", "num_processes"} & flags.keys()
+        case "deepspeed":
+            return not {"num_gpus", "include", "exclude", "hostfile", "h"} & flags.keys()
+        case "torchrun":
+            return flags.get("nproc_per_node") in ("gpu", "auto")
+        case "axolotl" | "llamafactory-cli" | "lmf":
+            return launch.verb == "train"
+    return False
+
+
+def with_ranks(launch: Launch, flags: Mapping[str, Any], environment: Mapping[str, str]) -> Launch:
+    """Return a launch with the ranks that variables of its script say where its flags leave them open."""
+    each = integer(environment.get("NPROC_PER_NODE"))
+    if each is None and launch.processes is None and _takes_visible(launch, flags):
+        each = visible_devices(environment)
+    if launch.processes not in (None, 1) or each is None:
+        return launch
+    nodes = integer(environment.get("NNODES")) or launch.nodes or 1
+    return replace(launch, processes=each * nodes, nodes=nodes)
 
 
 _NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")
@@ -275,7 +319,7 @@ class RunReader:
         ``${other.key}`` is the value of that key, as OmegaConf resolves it.
         """
         self.asked.add(key)
-        value = self._at(key)
+        value = self._at(self._written(key))
         for _ in range(_DEPTH):
             inner = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
             found = self._at(inner.group(1)) if inner is not None else None
@@ -283,6 +327,11 @@ class RunReader:
                 break
             value = found
         return value
+
+    def _written(self, key: str) -> str:
+        """Return the name under which the file holds a key: that of an earlier version, where it has one."""
+        earlier = self.keys.earlier.get(key)
+        return earlier if earlier is not None and self._at(key) is None else key
 
     def _at(self, key: str) -> Any:
         value: Any = self.data
@@ -301,7 +350,7 @@ class RunReader:
         for name in (key, *others):
             found = self.raw(name)
             if found is not None:
-                self.used.setdefault(name)
+                self.used.setdefault(self._written(name))
                 return found
         if key in self.keys.defaults:
             value, source = self.keys.defaults[key]
@@ -395,7 +444,7 @@ class RunReader:
         """Count keys as used that the file holds."""
         for key in keys:
             if self.has(key):
-                self.used.setdefault(key)
+                self.used.setdefault(self._written(key))
 
     def inert(self, *keys: str) -> None:
         """Count keys as without effect: the program does not read them as the rest of the file is."""
@@ -612,6 +661,16 @@ def number_of(text: str) -> str | float | bool:
     except ValueError:
         return text
     return int(value) if re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text) else value
+
+
+def saved_modules(read: RunReader, key: str) -> tuple[str, ...]:
+    """Return the modules that are trained whole beside adapters; words for groups of them stay untold."""
+    value = read.raw(key)
+    listed = value if isinstance(value, list | tuple) else re.split(r"[,\s]+", str(value or "").strip())
+    if not all(isinstance(name, str) and re.fullmatch(r"(?!all)[A-Za-z_][\w.]*", name) for name in listed):
+        return ()
+    read.use(key)
+    return tuple(listed)
 
 
 def _is_whole(value: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
+from fsdptool.config.dialects.trainer.run import loader_settings
 from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
@@ -26,6 +27,8 @@ _ATTENTION = {
 }
 """Deprecated switches, and what they set ``attn_implementation`` to (utils/schemas/config.py:1547)."""
 _LINEAR = "all-linear"
+_OBJECTIVES = {"ipo": "dpo", "gdpo": "grpo"}
+"""Values of ``rl`` that change only the loss of another one (core/builders/rl.py)."""
 
 
 def describe(file: RunFile) -> DescribedRun:
@@ -70,6 +73,7 @@ def describe(file: RunFile) -> DescribedRun:
             "packing joins the micro-batch into one row of micro_batch_size x sequence_len tokens"
         )
     read.use("lora_alpha")
+    loader_settings(read)
     if read.raw("deepspeed"):
         read.notes.append(
             "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp_config with fsdp_version: 2"
@@ -77,7 +81,7 @@ def describe(file: RunFile) -> DescribedRun:
     if str(read.raw("model_quantization_config")) == "Mxfp4Config":
         read.use("model_quantization_config", "model_quantization_config_kwargs")
         read.notes.append("the MXFP4 checkpoint is dequantised while it is loaded")
-    processes = file.launch.processes
+    processes = _processes(read)
     if processes is None and (mesh.dp_shard or 0) > 0 and (mesh.dp_replicate or 0) > 1:
         # Only without dp_replicate_size may further ranks be replicas (utils/distributed.py:320).
         sizes = (mesh.dp_shard, mesh.dp_replicate, mesh.cp, mesh.tp)
@@ -117,6 +121,15 @@ def describe(file: RunFile) -> DescribedRun:
         **_checkpointing(read, adapter, sharding.pop("checkpoints")),
         **sharding,
     )
+
+
+def _processes(read: RunReader) -> int | None:
+    """Return the ranks: ``axolotl train`` hands flags of its launcher on (``cli/utils/args.py``)."""
+    launch = read.file.launch
+    if launch.program != "axolotl":
+        return launch.processes
+    each = read.whole("nproc_per_node")
+    return read.whole("num_processes") or (each or 0) * (read.whole("nnodes") or 1) or launch.processes
 
 
 def _refusals(read: RunReader, adapter: str) -> Iterator[str]:
@@ -192,7 +205,9 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
 def _objective(read: RunReader) -> str:
     rl = read.text("rl")
     if rl:
-        return rl.lower()
+        return _OBJECTIVES.get(rl.lower(), rl.lower())
+    if read.flag("gkd_trainer"):
+        return "distillation"
     if read.flag("reward_model"):
         return "reward"
     if read.flag("process_reward_model"):

@@ -17,14 +17,14 @@ _LESS = """
     unfrozen_parameters use_onebitllms
 """
 _MORE = """
-    trl.use_vllm do_causal_lm_eval ebft fp32_norms generate_samples kd_trainer llmcompressor
+    trl.use_vllm do_causal_lm_eval ebft fp32_norms generate_samples gkd_teacher kd_trainer llmcompressor
     lora_target_parameters peft_ensure_weight_tying peft_layer_replication
     peft_trainable_token_indices peft_use_dora processor_type qat resize_token_embeddings_to_32x
     reward_num_workers tokens
 """
 _EITHER = """
-    auto_find_batch_size batch_flattening bnb_config_kwargs deepcompile deepspeed device_map
-    diffusion expert_backend experts_implementation flash_attn_d512 flex_attn_compile_kwargs
+    accelerator_config auto_find_batch_size batch_flattening bnb_config_kwargs deepcompile deepspeed
+    device_map diffusion expert_backend experts_implementation flash_attn_d512 flex_attn_compile_kwargs
     gemma4_fp8_nonexpert gemma4_nf4_nonexpert moe_bnb_fast moe_dequant_chunk_size
     gemma4_hybrid_attn_impl gpu_memory_limit heads_k_stride image_size large_head_attention
     lora_rank_pattern max_memory model_quantization_config mora multipack_real_batches
@@ -45,10 +45,11 @@ _NUMBERS = """
 _NO_EFFECT = """
     batch_size
     lora_r lora_target_linear lora_target_modules lora_modules_to_save bf16 bfloat16 float16 float32
-    kd_* ebft_* mora_type nvfp4_merge_aware_start_step
+    kd_* gkd_* ebft_* launcher machine_rank main_process_* master_* nnodes node_rank nproc_per_node
+    num_machines num_processes rdzv_* mora_type nvfp4_merge_aware_start_step
     trl trl.* nemo_gym_* hatchery gptq_groupsize gptq_model_v1 nvfp4_merge_aware use_dsv4_kernels
     dsv4_* use_glm_dsa_kernels expert_parallel_* model_config torch_dtype
-    experimental_skip_move_to_device fp16 debug accelerator_config adam_beta1 adam_beta2 adam_beta3
+    experimental_skip_move_to_device fp16 debug adam_beta1 adam_beta2 adam_beta3
     adam_epsilon adam_epsilon2 added_tokens_overrides additional_special_tokens
     auto_resume_from_checkpoints axolotl_config_path base_model_config bench_dataset bench_split
     bos_token capabilities center_rewards_coefficient chat_template chat_template_jinja

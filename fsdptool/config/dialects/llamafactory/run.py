@@ -8,9 +8,17 @@ Sources: LLaMA-Factory 0.9.5 ``hparams/`` (keys), ``model/adapter.py:313`` (what
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from fsdptool.config.dialects.llamafactory.run_keys import KEYS, V1
-from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
+from fsdptool.config.dialects.run_reader import (
+    RunFile,
+    RunReader,
+    global_batch,
+    saved_modules,
+    state_bits,
+)
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
 
@@ -24,11 +32,22 @@ _OPTIMIZERS = {
 """Switches that replace ``optim`` (train/trainer_utils.py:create_custom_optimizer)."""
 
 
+_MEGATRON = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}  # fmt: skip
+"""Sizes of a mesh that only mcore_adapter takes (``USE_MCA=1``)."""
+
+
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file."""
     if "model_name_or_path" not in file.data and "model" in file.data:
         return _describe_v1(file)
+    ranks = file.launch.processes
     read = RunReader(file, KEYS)
+    if ranks is None and read.has("ray_num_workers"):  # train/tuner.py: the workers of Ray's TorchTrainer
+        ranks = read.whole("ray_num_workers")
+        read.file = replace(file, launch=replace(file.launch, processes=ranks))
     stage = read.text("stage") or "sft"
     kind = (read.text("finetuning_type") or "lora").lower()
     pure = read.flag("pure_bf16")
@@ -64,6 +83,8 @@ def describe(file: RunFile) -> DescribedRun:
         packs = read.default("packing", stage == "pt", "hparams/parser.py:520: on for stage pt")
     # hparams/data_args.py: neat_packing switches packing on, whatever packing says.
     packed = (apart or packs) and stage in ("pt", "sft")
+    if any(read.has(key) for key in _MEGATRON.values()) or read.flag("use_mca"):
+        facts |= _megatron(read, facts)
     losses = read.text("pref_loss") if stage == "dpo" else None
     if stage not in _OBJECTIVES:
         read.problems.append(f"LLaMA-Factory has no stage {stage}: it takes {', '.join(_OBJECTIVES)}")
@@ -76,6 +97,7 @@ def describe(file: RunFile) -> DescribedRun:
         lora_rank=read.whole("lora_rank") if kind == "lora" else None,
         lora_dropout=read.number("lora_dropout") if kind == "lora" else None,
         lora_targets=_targets(read) if kind == "lora" else None,
+        lora_modules_to_save=saved_modules(read, "additional_target") if kind == "lora" else (),
         base_dtype="checkpoint",
         quantisation=_quantisation(read, bits),
         stored_dtype=stored,
@@ -91,6 +113,19 @@ def describe(file: RunFile) -> DescribedRun:
     )
 
 
+def _megatron(read: RunReader, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mesh of Megatron (mcore_adapter ``training_args.py``), whose sharding is out of scope."""
+    mesh = DescribedMesh(**{name: read.whole(key) or 1 for name, key in _MEGATRON.items()})
+    read.notes.append("Megatron is out of scope: the FSDP2 equivalent is fsdp with fsdp_config version 2")
+    written = [key for key in _MEGATRON.values() if read.has(key)]
+    read.unmodelled(written[0] if written else "use_mca", None)
+    ranks = read.file.launch.processes
+    return {
+        "mesh": mesh,
+        "global_batch": global_batch(facts["micro_batch"], facts["accumulation"], ranks, mesh),
+    }
+
+
 def _targets(read: RunReader) -> tuple[str, ...] | str | None:
     named = read.names("lora_target")
     return "all-linear" if named == "all" else (named,) if isinstance(named, str) else named
@@ -99,6 +134,9 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
 def _quantisation(read: RunReader, bits: int | None) -> str:
     if bits is None:
         return "none"
+    method = str(read.raw("quantization_method") or "bnb").lower()
+    if method in ("hqq", "eetq"):  # planned as bitsandbytes': the key stays among those that are not modelled
+        return f"{method} int{bits}"
     if bits == 8:
         return "bnb int8"
     single = read.has("double_quantization") and not read.flag("double_quantization")
@@ -115,6 +153,9 @@ def _describe_v1(file: RunFile) -> DescribedRun:
     read.use("dist_config.name", "dist_config.reshard_after_forward", "dist_config.offload_params")
     dist = dist if isinstance(dist, Mapping) else {}
     fsdp = dist.get("name") == "fsdp2"
+    if dist.get("name") == "deepspeed":
+        read.notes.append("DeepSpeed is out of scope: the FSDP2 equivalent is dist_config with name fsdp2")
+        read.unmodelled("dist_config.config_file", None)
     cp = read.whole("dist_config.cp_size", "cp_size") or 1
     read.use("dist_config.cp_mode", "cp_mode")
     mesh = DescribedMesh(cp=cp)
@@ -129,8 +170,13 @@ def _describe_v1(file: RunFile) -> DescribedRun:
         read.notes.append("a micro-batch is filled up to micro_batch_size x cutoff_len tokens")
     peft = read.raw("peft_config")
     read.use("peft_config", "quant_config")
-    adapter = isinstance(peft, Mapping) and peft.get("name") == "lora"
-    quantised = isinstance(read.raw("quant_config"), Mapping)
+    kind = str(peft.get("name")) if isinstance(peft, Mapping) else "full"
+    adapter = kind == "lora"
+    if kind == "freeze":
+        read.unmodelled("peft_config", "less")
+    quant = read.raw("quant_config")
+    quantised = isinstance(quant, Mapping)
+    eight = isinstance(quant, Mapping) and str(quant.get("quantization_bit")) == "8"
     compute = "bf16" if read.flag("bf16") else "fp32"
     targets = peft.get("target_modules") if isinstance(peft, Mapping) else None
     attention = read.text("flash_attn") or "sdpa"
@@ -140,7 +186,7 @@ def _describe_v1(file: RunFile) -> DescribedRun:
     steps = read.whole("max_steps")
     return read.describe(
         model=read.text("model"),
-        method="qlora" if adapter and quantised else "lora" if adapter else "full",
+        method=("lora8bit" if eight else "qlora") if adapter and quantised else kind,
         lora_rank=peft.get("r") if adapter and isinstance(peft, Mapping) else None,
         lora_targets=tuple(targets)
         if isinstance(targets, list)
@@ -148,7 +194,7 @@ def _describe_v1(file: RunFile) -> DescribedRun:
         if targets == "all"
         else targets,
         base_dtype="checkpoint",
-        quantisation="bnb nf4" if quantised else "none",
+        quantisation=("bnb int8" if eight else "bnb nf4") if quantised else "none",
         stored_dtype="fp32",
         compute_dtype=compute,
         reduce_dtype="fp32",

@@ -30,7 +30,17 @@ _OWN = """
     pissa_convert pissa_iter video_fps video_maxlen use_audio_in_video audio_sampling_rate
     image_min_pixels video_min_pixels image_do_pan_and_scan crop_to_patches mixture_of_depths
     lora_rank lora_target lora_dropout pref_loss double_quantization
+    predict_with_generate sortish_sampler generation_max_length generation_num_beams generation_config
+    use_ray placement_strategy resources_per_worker
 """
+_MEGATRON = """
+    sequence_parallel virtual_pipeline_model_parallel_size expert_tensor_parallel_size recompute_* moe_*
+    bias_activation_fusion apply_rope_fusion use_distributed_optimizer overlap_* swiglu variable_seq_lengths
+    account_for_* additional_configs transformer_impl use_cpu_initialization
+    context_parallel_size cross_entropy_* gradient_accumulation_fusion
+    distributed_*
+"""
+"""Keys that mcore_adapter adds (its ``training_args.py``), which are told by one of them."""
 _PREFERENCES = ("dpo", "kto", "orpo", "simpo")
 KEYS = RunKeys(
     program="llamafactory",
@@ -71,7 +81,7 @@ KEYS = RunKeys(
     use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha loraplus_lr_ratio
     loraplus_lr_embedding use_rslora pissa_init moe_aux_loss_coef rope_scaling
 """),
-    no_effect=NO_EFFECT | names(_OWN),
+    no_effect=NO_EFFECT | names(_OWN) | names(_MEGATRON),
     unknown="refused",
     learning={
         **LEARNING,
@@ -101,6 +111,7 @@ V1 = RunKeys(
     no_effect=names("""
     model_class template trust_remote_code train_dataset eval_dataset output_dir learning_rate
     max_grad_norm batching_workers lr_scheduler_config seed full_determinism resume_from_checkpoint
+    dist_config.config_file
     save_* logging_steps sample_backend max_new_tokens dist_config.dcp_path dist_config.name
 """),
     unknown="refused",

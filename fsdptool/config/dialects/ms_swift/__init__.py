@@ -41,7 +41,7 @@ class MsSwift(RunFormat):
         """Return how surely a command line is ``swift sft``, or the module behind it."""
         if launch.program in ("swift", "megatron") or launch.script.startswith("swift.cli"):
             return 1.0
-        return 1.0 if "model" in names and names & _OWN else 0.0
+        return 1.0 if "sft_type" in names or ("model" in names and names & _OWN) else 0.0
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a file or a command line."""

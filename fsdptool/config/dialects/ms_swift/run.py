@@ -13,8 +13,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SHIPPED
-from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
+from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SECOND, SHIPPED, THIRD
+from fsdptool.config.dialects.run_reader import (
+    RunFile,
+    RunKeys,
+    RunReader,
+    dtype_word,
+    global_batch,
+    saved_modules,
+    state_bits,
+    visible_devices,
+)
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 from fsdptool.source.known_models import family_of_name
@@ -25,6 +34,11 @@ _ATTENTION = {
     "flash_attention_2": "flash_attention_2",
     "flash_attention_3": "flash_attention_3",
 }
+_TASKS = {
+    "seq_cls": "classification", "embedding": "embedding", "reranker": "reranker",
+    "generative_reranker": "reranker", "prm": "classification",
+}  # fmt: skip
+"""Values of ``task_type`` that train another head than that of the language model (base_args.py)."""
 _TARGET = 16
 """Samples of a step that the accumulation is chosen for (trainers/arguments.py:291)."""
 
@@ -32,11 +46,11 @@ _TARGET = 16
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
     file, wrapped = _unwrapped(file)
-    old = "tuner_type" not in file.data and ("train_type" in file.data or "sft_type" in file.data)
-    read = RunReader(file, replace(KEYS, version=file.version or ("3.x" if old else KEYS.version)))
+    keys = _keys_of(file.data)
+    read = RunReader(file, replace(keys, version=file.version or keys.version))
     if wrapped:
         read.problems.append("the keys stand under args: a wrapper's format, which swift does not read")
-    processes = _processes(file)
+    processes = _processes(read, file)
     read.file = replace(file, launch=replace(file.launch, processes=processes))
     objective = _objective(read, file)
     sharding = _sharding(read)
@@ -50,11 +64,12 @@ def describe(file: RunFile) -> DescribedRun:
     facts["gradient_checkpointing"] = "full" if recomputes or sharding.get("checkpoints") else "none"
     facts["activation_offloading"] = bool(sharding.get("offloads"))
     facts |= {name: sharding[name] for name in ("fsdp", "reshard", "cpu_offload") if name in sharding}
-    method = (read.text("tuner_type", "train_type", "sft_type") or "lora").lower()
+    method = (read.text("tuner_type") or "lora").lower()
     base = dtype_word(read.text("torch_dtype")) or "checkpoint"
     compute = "fp16" if base in ("fp32", "fp16") else "bf16"
-    quantised = read.text("quant_method") is not None and read.whole("quant_bits") is not None
-    if read.whole("quant_bits") is not None and not quantised:
+    bits = read.whole("quant_bits") or None
+    quantised = (read.text("quant_method") is not None or keys is SECOND) and bits is not None
+    if bits is not None and not quantised:
         read.notes.append("quant_bits without quant_method quantises nothing")
     adapter = method != "full"
     stored = dtype_word(read.text("lora_dtype")) or "fp32" if adapter else base
@@ -66,12 +81,16 @@ def describe(file: RunFile) -> DescribedRun:
     facts["accumulation"] = _accumulation(read, facts["micro_batch"], processes, objective)
     facts["global_batch"] = global_batch(facts["micro_batch"], facts["accumulation"], processes, mesh)
     facts["compute_dtype"] = compute
-    attention = read.text("attn_impl") or read.default("attn_impl", "sdpa", "transformers' default")
+    attention = read.text("attn_impl") or (
+        "flash_attn" if read.flag("use_flash_attn") else None  # until 3.0
+    )
+    attention = attention or read.default("attn_impl", "sdpa", "transformers' default")
     read.use("freeze_vit", "freeze_aligner", "vit_gradient_checkpointing", "packing_length")
-    bits = read.whole("quant_bits")
     _refusals(read, objective, cp, attention)
     optimizer = facts["optimizer"]
-    model = read.text("model", "model_id_or_path") or read.raw("model") or read.text("model_type")
+    if read.raw("optimizer") == "muon":  # its own optimizers take the place of optim (optimizers/mapping.py)
+        optimizer = facts["optimizer"] = read.text("optimizer")
+    model = read.text("model") or read.raw("model") or read.text("model_type")
     return read.describe(
         **facts,
         model=model,
@@ -80,6 +99,7 @@ def describe(file: RunFile) -> DescribedRun:
         lora_rank=read.whole("lora_rank") if adapter else None,
         lora_dropout=read.number("lora_dropout") if adapter else None,
         lora_targets=_targets(read) if adapter else None,
+        lora_modules_to_save=saved_modules(read, "modules_to_save") if adapter else (),
         base_dtype=base,
         quantisation=_quantisation(read, bits) if quantised else "none",
         stored_dtype=stored,
@@ -117,15 +137,29 @@ def _unwrapped(file: RunFile) -> tuple[RunFile, bool]:
     return replace(file, data=data, environment=environment), wrapped
 
 
-def _processes(file: RunFile) -> int | None:
-    if file.launch.processes is not None:
-        return file.launch.processes
+def _keys_of(data: Mapping[str, Any]) -> RunKeys:
+    """Return the table of the version that a file is written for: 2.x has sft_type, 3.x train_type."""
+    if "tuner_type" in data:
+        return KEYS
+    return SECOND if "sft_type" in data else THIRD if "train_type" in data else KEYS
+
+
+def _processes(read: RunReader, file: RunFile) -> int | None:
+    """Return the ranks: without NPROC_PER_NODE swift starts one, which divides layers over its GPUs."""
+    launch, visible = file.launch, visible_devices(file.environment)
     ranks = integer(file.environment.get("NPROC_PER_NODE"))
-    if ranks is not None:
-        return ranks * (integer(file.environment.get("NNODES")) or 1)
-    visible = [name for name in file.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    launched = file.launch.program == "accelerate"
-    return len(visible) if visible and (launched or len(visible) == 1) else None
+    found = launch.processes
+    if found is None and ranks is not None:
+        found = ranks * (integer(file.environment.get("NNODES")) or 1)
+    if found is None and visible is not None and (visible == 1 or launch.program in ("accelerate", "swift")):
+        found = visible if launch.program == "accelerate" else 1
+    if visible is not None and launch.program == "swift" and visible > (ranks or 1):
+        read.notes.append(
+            f"{ranks or 1} processes share {visible} GPUs: layers are divided among the GPUs of each "
+            "(device_map auto), which is not planned"
+        )
+        read.unmodelled("CUDA_VISIBLE_DEVICES", "less")
+    return found
 
 
 def _objective(read: RunReader, file: RunFile) -> str:
@@ -134,6 +168,9 @@ def _objective(read: RunReader, file: RunFile) -> str:
     if kind is None and verb == "rlhf":
         kind = read.default("rlhf_type", "dpo", "swift/arguments/rlhf_args.py")
     read.use("num_generations", "max_completion_length")
+    task = _TASKS.get(read.text("task_type") or "")
+    if kind is None and task is not None:
+        return task
     return {"rm": "reward"}.get(kind, kind) if kind else "pretrain" if verb == "pt" else "sft"
 
 
@@ -163,7 +200,10 @@ def _targets(read: RunReader) -> tuple[str, ...] | str | None:
         return read.text("target_regex")
     named = read.names("target_modules")
     listed = (named,) if isinstance(named, str) else named or ()
-    return "all-linear" if "all-linear" in listed else listed
+    if {"DEFAULT", "AUTO"} & {*listed}:
+        read.notes.append("target_modules DEFAULT: ms-swift 2 adapts the projections of attention inputs")
+        return None
+    return "all-linear" if {"all-linear", "ALL"} & {*listed} else listed
 
 
 def _refusals(read: RunReader, objective: str, cp: int, attention: str) -> None:
@@ -179,7 +219,7 @@ def _refusals(read: RunReader, objective: str, cp: int, attention: str) -> None:
 
 
 def _quantisation(read: RunReader, bits: int | None) -> str:
-    method = read.text("quant_method") or ""
+    method = read.text("quant_method") or "bnb"
     if method != "bnb" or bits != 4:
         return f"{method} int{bits}"
     double = "no double" if read.raw("bnb_4bit_use_double_quant") in (False, "false", "False") else "double"
@@ -194,7 +234,8 @@ def _sharding(read: RunReader) -> dict[str, Any]:
     named = read.text("fsdp")
     launched = next((item for item in read.problems if "accelerate's file" in item), None)
     if named is None:
-        known = next((value for key, value in SHIPPED.items() if launched and key in launched), None)
+        files = {key: value for key, value in SHIPPED.items() if key.endswith(".json")}
+        known = next((value for key, value in files.items() if launched and key in launched), None)
         if known is not None and launched is not None:
             read.problems.remove(launched)
         return dict(known or {})

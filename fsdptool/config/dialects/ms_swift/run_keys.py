@@ -5,6 +5,8 @@ Source: ms-swift 4.6.0 ``swift/arguments`` (sft, pt, rlhf) and ``swift/trainers/
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdptool.config.dialects.run_reader import Learned, RunKeys, names, sides
 from fsdptool.config.dialects.trainer.run_keys import DEFAULTS, LEARNING, MEMORY, NO_EFFECT, NUMBERS, TIME
 
@@ -102,6 +104,49 @@ KEYS = RunKeys(
             "max_completion_length", lambda run: 512 if run.objective == "grpo" else None
         ),
         "dataset": Learned("dataset"),
+    },
+)
+
+_RENAMED = {"tuner_type": "train_type", "use_liger_kernel": "use_liger"}
+THIRD = replace(
+    KEYS,
+    version="3.x",
+    no_effect=KEYS.no_effect
+    | names("enable_cache multi_turn_func num_infer_workers dataset_shuffle_buffer_size"),
+    earlier=_RENAMED,
+)
+"""What 3.x names otherwise, and the keys that 4 no longer has."""
+_OF_2 = "ms-swift 2.x swift/llm/utils/argument.py: SftArguments"
+SECOND = replace(
+    KEYS,
+    version="2.x",
+    defaults={
+        **KEYS.defaults,
+        "max_length": (2048, _OF_2),
+        "target_modules": ("DEFAULT", _OF_2),
+        "num_train_epochs": (1, _OF_2),
+        "optim": ("adamw_torch", _OF_2),
+        "torch_dtype": (None, f"{_OF_2}: that of the model"),
+    },
+    no_effect=THIRD.no_effect
+    | names("""
+    template_type train_dataset_sample val_dataset_sample train_dataset_mix_* self_cognition_sample
+    dataset_test_ratio dataset_seed check_dataset_strategy custom_train_dataset_path
+    custom_val_dataset_path use_loss_scale push_hub_strategy only_save_model preprocess_num_proc
+    test_oom_error check_model_is_latest add_output_dir_suffix lora_bias_trainable lora_lr_ratio
+    neftune_backend model_cache_dir model_layer_cls_name predict_with_generate do_sample
+    gpu_memory_fraction bnb_4bit_comp_dtype eval_batch_size lora_modules_to_save
+    """),
+    earlier={
+        **_RENAMED,
+        "tuner_type": "sft_type",
+        "model": "model_id_or_path",
+        "torch_dtype": "dtype",
+        "per_device_train_batch_size": "batch_size",
+        "quant_bits": "quantization_bit",
+        "target_modules": "lora_target_modules",
+        "lora_dropout": "lora_dropout_p",
+        "deepspeed": "deepspeed_config_path",
     },
 )
 

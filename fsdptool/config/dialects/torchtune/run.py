@@ -48,6 +48,7 @@ def describe(file: RunFile) -> DescribedRun | None:
     selective = not recomputes and read.text("ac_mode") is not None
     selective = selective and read.raw("ac_option") is not None
     read.use("ac_option")
+    _frozen(read, adapter)
     packed = read.flag("dataset.packed")
     layers = read.names("custom_sharded_layers")
     listed = (layers,) if isinstance(layers, str) else layers or ()
@@ -112,6 +113,25 @@ def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, i
         read.notes.append("the file does not say which recipe reads it: taken for one of a single device")
     ranks = file.launch.processes or read.whole("nproc_per_node")
     return distributed, ranks if distributed else 1
+
+
+_PARTS = ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable")
+
+
+def _frozen(read: RunReader, adapter: bool) -> None:
+    """Tell the parts of a multimodal model that are not trained as the others are.
+
+    Builders of whole models take truths, those of adapters ``full``, ``lora`` and ``frozen``
+    (``torchtune/models/llama3_2_vision/_model_builders.py``).
+    """
+    for key in _PARTS:
+        word = str(read.raw(key)).lower()
+        if word in ("false", "frozen"):
+            read.unmodelled(key, "less")
+        elif word == "full" and adapter:
+            read.unmodelled(key, "more")
+        else:
+            read.inert(key)
 
 
 def _ppo_micro_batch(read: RunReader, accumulation: int | None) -> int | None:

@@ -23,8 +23,9 @@ KEYS = RunKeys(
     },
     memory=sides(
         less="optimizer_in_bwd memory_efficient_fsdp_wrap",
-        more="collate_fn teacher_model dataset_val run_val_every_n_steps reward_and_value_model"
-        " reward_and_value_model.* forward_batch_size max_generated_tokens enable_kv_cache",
+        more="model.use_dora collate_fn teacher_model dataset_val run_val_every_n_steps"
+        " reward_and_value_model reward_and_value_model.* forward_batch_size max_generated_tokens"
+        " enable_kv_cache",
         either="quantizer fake_quant_after_n_steps parallelize_plan enable_fp8_training fp8_recipe_name",
     ),
     time=names("optimizer.fused enable_async_checkpointing float8_recipe_name"),
@@ -35,9 +36,9 @@ KEYS = RunKeys(
     save_adapter_weights_only optimizer.* lr_scheduler.* clip_grad_norm metric_logger
     metric_logger.* log_every_n_steps log_peak_memory_stats log_level profiler profiler.* device
     cudnn_deterministic_mode low_cpu_ram fsdp fsdp.* model.lora_alpha
-    model.use_dora loss.* save_steps profile_memory keep_last_n_checkpoints dataset_val.*
-    run_val_every_n_steps.* model.decoder_trainable model.encoder_trainable model.fusion_trainable
-    model.image_size tensor_parallel_plan tensor_parallel_plan.* _non_blocking_checkpoint
+    loss.* save_steps profile_memory keep_last_n_checkpoints dataset_val.*
+    run_val_every_n_steps.* model.image_size tensor_parallel_plan tensor_parallel_plan.*
+    _non_blocking_checkpoint
     ref_policy_checkpointer ref_policy_checkpointer.* value_checkpointer value_checkpointer.*
     reward_checkpointer reward_checkpointer.* num_steps ppo_epochs temperature top_k min_response_length
     penalise_no_eos reward_penalty stop_token_ids save_every_n_epochs reward_functions reward_functions.*

@@ -158,12 +158,7 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         read.notes.append(
             "DeepSpeed is out of scope: the FSDP2 equivalent is fsdp with fsdp_config version 2"
         )
-    loading = read.raw("accelerator_config")
-    if isinstance(loading, Mapping):  # other settings of the loader change no shape
-        # training_args.py:161 reads the texts "true" and "false" of this mapping as truth values.
-        splits = str(loading.get("split_batches") or False).lower() not in ("false", "0")
-        counts = splits or loading.get("gradient_accumulation_kwargs")
-        read.inert(*(() if counts else ("accelerator_config",)))
+    loader_settings(read)
     mesh = DescribedMesh()
     recomputes = sharding.pop("checkpoints") or recomputes
     return {
@@ -182,6 +177,16 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         "epochs": read.number("num_train_epochs"),
         **sharding,
     }
+
+
+def loader_settings(read: RunReader) -> None:
+    """Count ``accelerator_config`` as without effect where it changes no shape and no gradient."""
+    loading = read.raw("accelerator_config")
+    if isinstance(loading, Mapping):
+        # training_args.py:161 reads the texts "true" and "false" of this mapping as truth values.
+        splits = str(loading.get("split_batches") or False).lower() not in ("false", "0")
+        counts = splits or loading.get("gradient_accumulation_kwargs")
+        read.inert(*(() if counts else ("accelerator_config",)))
 
 
 def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:

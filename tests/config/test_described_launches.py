@@ -1,0 +1,206 @@
+"""Runs that a launch, an earlier version or a name completes: ranks, renamed keys, stored formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_described_runs import AXOLOTL, described
+
+from fsdptool.config.described import describe_path
+
+SWIFT = "swift sft --model Qwen/Qwen3-8B --dataset d --max_length 1024 --per_device_train_batch_size 2"
+FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: d\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "processes", "nodes"),
+    [
+        ("CUDA_VISIBLE_DEVICES=2,3,5 llamafactory-cli train run.yaml", 3, 1),
+        ("CUDA_VISIBLE_DEVICES=2 llamafactory-cli train run.yaml", 1, 1),
+        ("export CUDA_VISIBLE_DEVICES=0,1\nNNODES=4 llamafactory-cli train run.yaml", 8, 4),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=2 llamafactory-cli train run.yaml", 2, 1),
+        ("llamafactory-cli train run.yaml", None, None),
+        ("CUDA_VISIBLE_DEVICES=0,1 deepspeed src/train.py run.yaml", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 1 src/train.py run.yaml", 1, 1),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node=gpu --nnodes=2 src/train.py run.yaml", 6, 2),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch src/train.py run.yaml", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes 1 src/train.py run.yaml", 1, None),
+        ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml src/train.py run.yaml", None, None),
+    ],
+)
+def test_the_gpus_that_a_script_shows_to_a_launcher_are_its_ranks(
+    tmp_path: Path, command: str, processes: int | None, nodes: int | None
+) -> None:
+    (tmp_path / "run.yaml").write_text(FACTORY)
+    script = tmp_path / "run.sh"
+    script.write_text(f"{command}\n")
+    run = describe_path(script)
+    assert run is not None
+    assert (run.processes, run.nodes) == (processes, nodes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--num-processes 4", 4),
+        ("--launcher torchrun -- --nproc_per_node=2 --nnodes=3", 6),
+        ("", 5),
+    ],
+)
+def test_axolotl_hands_flags_of_its_launcher_on(tmp_path: Path, flags: str, processes: int) -> None:
+    (tmp_path / "run.yaml").write_text(AXOLOTL)
+    script = tmp_path / "run.sh"
+    script.write_text(f"CUDA_VISIBLE_DEVICES=0,1,2,3,4 axolotl train run.yaml {flags}\n")
+    run = describe_path(script)
+    assert run is not None
+    assert run.processes == processes
+    assert not any("num_processes" in note or "launcher" in note for note in run.notes)
+
+
+def test_swift_without_ranks_divides_the_layers_of_one_process() -> None:
+    one = described(f"CUDA_VISIBLE_DEVICES=0,1 {SWIFT}\n")
+    assert (one.processes, one.accumulation) == (1, 8)
+    assert [item.side for item in one.keys.not_modelled if item.key == "CUDA_VISIBLE_DEVICES"] == ["less"]
+    two = described(f"CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 {SWIFT}\n")
+    assert two.processes == 2
+    assert not any(item.key == "CUDA_VISIBLE_DEVICES" for item in two.keys.not_modelled)
+
+
+def test_keys_of_earlier_versions_of_swift_decide_the_same() -> None:
+    run = described(
+        "python llm_sft.py --model_type llama3-8b-instruct --sft_type lora --dtype AUTO --batch_size 2"
+        " --quantization_bit 4 --lora_target_modules ALL --lora_dropout_p 0.1 --use_flash_attn true"
+        " --train_dataset_sample 500 --dataset d\n"
+    )
+    assert (run.program, run.program_version, run.method) == ("ms-swift", "2.x", "qlora")
+    assert (run.micro_batch, run.lora_targets, run.lora_dropout) == (2, "all-linear", 0.1)
+    assert (run.sequence_length, run.attention, run.problems) == (2048, "flash_attention_2", ())
+    assert {"batch_size", "quantization_bit", "lora_target_modules"} <= {*run.keys.used}
+    third = described(f"{SWIFT} --train_type full --use_liger true --enable_cache true\n")
+    assert (third.program_version, third.fused_loss, third.problems) == ("3.x", "liger", ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "objective"),
+    [
+        ("--task_type seq_cls --num_labels 3", "classification"),
+        ("--task_type embedding", "embedding"),
+        ("--task_type generative_reranker", "reranker"),
+        ("--task_type causal_lm", "sft"),
+    ],
+)
+def test_the_task_of_swift_is_the_objective(flags: str, objective: str) -> None:
+    assert described(f"{SWIFT} {flags}\n").objective == objective
+
+
+def test_an_accelerate_file_that_is_only_called_fsdp2_is_not_swifts() -> None:
+    run = described(
+        f"accelerate launch --config_file my/fsdp2.json swift/cli/{SWIFT[6:].replace('sft', 'sft.py', 1)}\n"
+    )
+    assert run.fsdp is None
+    assert any("my/fsdp2.json is not read" in item for item in run.problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "quantisation"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "lora", "awq int4"),
+        ("org/Meta-Llama-3-8B-Instruct-GPTQ-Int8", "lora", "gptq int8"),
+        ("unsloth/llama-3-8b-Instruct-bnb-4bit", "qlora", "bnb nf4"),
+        ("/data/models/Qwen3-8B-FP8/", "lora", "fp8"),
+        ("Qwen/Qwen2.5-7B-Instruct", "lora", "none"),
+    ],
+)
+def test_a_name_says_that_its_checkpoint_is_quantised(model: str, method: str, quantisation: str) -> None:
+    run = described(FACTORY.replace("Qwen/Qwen3-8B", model))
+    assert (run.method, run.quantisation) == (method, quantisation)
+    assert any("stored in" in note for note in run.notes) == (quantisation != "none")
+    full = described(FACTORY.replace("Qwen/Qwen3-8B", model).replace("lora", "full"))
+    assert full.quantisation == "none"
+
+
+def test_arguments_in_a_variable_that_is_not_known_are_told_and_no_value() -> None:
+    run = described(f'{SWIFT} --lora_rank 4 "${{MORE[@]}}" --num_train_epochs 2 $EXTRA_ARGS\n')
+    assert (run.model, run.lora_rank, run.epochs) == ("Qwen/Qwen3-8B", 4, 2.0)
+    assert [item.partition(":")[0] for item in run.unresolved] == ["${MORE[@]}", "$EXTRA_ARGS"]
+    held = described(f"{SWIFT} --model_kwargs $MODEL_ARGS\n")
+    assert held.unresolved == ()
+
+
+def test_what_llamafactory_reads_elsewhere_is_known() -> None:
+    ray = described(
+        f"{FACTORY}ray_num_workers: 4\nplacement_strategy: PACK\nresources_per_worker: {{GPU: 1}}\n"
+    )
+    assert (ray.processes, ray.problems) == (4, ())
+    assert described(f"{FACTORY}predict_with_generate: true\ngeneration_max_length: 9\n").problems == ()
+    saved = described(f"{FACTORY}additional_target: embed_tokens,lm_head\n")
+    assert saved.lora_modules_to_save == ("embed_tokens", "lm_head")
+    hqq = described(f"{FACTORY}quantization_bit: 4\nquantization_method: hqq\n")
+    assert hqq.quantisation == "hqq int4"
+    assert "quantization_method" in {item.key for item in hqq.keys.not_modelled}
+    mesh = described(
+        f"{FACTORY}tensor_model_parallel_size: 2\nsequence_parallel: true\nmoe_grouped_gemm: true\n"
+    )
+    assert (mesh.mesh.tp, mesh.problems) == (2, ())
+    assert "tensor_model_parallel_size" in {item.key for item in mesh.keys.not_modelled}
+
+
+@pytest.mark.parametrize(
+    ("keys", "method", "quantisation", "told"),
+    [
+        ("peft_config: {name: freeze, freeze_trainable_layers: 2}", "freeze", "none", "peft_config"),
+        ("peft_config: {name: lora, r: 8}\nquant_config: {name: bnb, quantization_bit: 8}",
+         "lora8bit", "bnb int8", None),
+        ("dist_config: {name: deepspeed, config_file: z3.json}", "full", "none", "dist_config.config_file"),
+    ],
+)  # fmt: skip
+def test_files_of_llamafactory_v1_tell_their_method(
+    keys: str, method: str, quantisation: str, told: str | None
+) -> None:
+    run = described(f"model: Qwen/Qwen3-8B\nmodel_class: llm\ncutoff_len: 512\ntrain_dataset: d\n{keys}\n")
+    assert (run.method, run.quantisation, run.problems) == (method, quantisation, ())
+    assert [item.key for item in run.keys.not_modelled] == ([told] if told else [])
+
+
+def test_a_teacher_and_gradients_of_every_micro_batch_are_told_of_axolotl() -> None:
+    run = described(
+        f"{AXOLOTL}gkd_trainer: true\ngkd_teacher: org/teacher\ngkd_lmbda: 1.0\n"
+        "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    )
+    assert run.objective == "distillation"
+    assert {"gkd_teacher", "accelerator_config"} <= {item.key for item in run.keys.not_modelled}
+    plain = described(f"{AXOLOTL}accelerator_config: {{split_batches: false}}\nrl: ipo\n")
+    assert "accelerator_config" in plain.keys.no_effect
+    assert plain.objective == "dpo"
+
+
+def test_parts_of_a_model_that_torchtune_freezes_are_told() -> None:
+    text = (
+        "model: {_component_: torchtune.models.llama3_2_vision.%s, decoder_trainable: %s,"
+        " encoder_trainable: %s, use_dora: true}\n"
+        "optimizer: {_component_: torch.optim.AdamW}\nbatch_size: 1\n"
+        "tokenizer: {_component_: t, max_seq_len: 512}\n"
+    )
+    whole = described(text % ("llama3_2_vision_11b", "false", "true"))
+    assert {item.key: item.side for item in whole.keys.not_modelled} == {
+        "model.decoder_trainable": "less", "model.use_dora": "more",
+    }  # fmt: skip
+    lora = described(text % ("lora_llama3_2_vision_11b", "frozen", "full"))
+    assert {item.key: item.side for item in lora.keys.not_modelled} == {
+        "model.decoder_trainable": "less", "model.encoder_trainable": "more", "model.use_dora": "more",
+    }  # fmt: skip
+
+
+def test_a_settings_file_that_a_script_writes_keeps_the_lines_of_its_values(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "STAMP=$(date +%s)\nRANK=8\nFILE=/tmp/run-${STAMP}.yaml\n"
+        'DATA="  - path: a\n    type: alpaca"\n'
+        "cat > $FILE <<EOF\n# it's a comment with one quote\nbase_model: org/Llama-3.1-8B (mine)\n"
+        "datasets:\n$DATA\nadapter: lora\nlora_r: ${RANK}\nmicro_batch_size: $((RANK / 4))\nEOF\n"
+        "axolotl train $FILE\n"
+    )
+    run = describe_path(script)
+    assert run is not None
+    assert (run.model, run.lora_rank, run.micro_batch) == ("org/Llama-3.1-8B (mine)", 8, 2)
