@@ -27,7 +27,7 @@ DECODERS = {
 LEAKING = {
     *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "MambaForCausalLM"),
     *("Mamba2ForCausalLM", "MptForCausalLM", "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM"),
-    "Lfm2ForCausalLM",
+    *("FalconH1ForCausalLM", "Lfm2ForCausalLM", "NemotronHForCausalLM"),
     "Lfm2MoeForCausalLM",
 }
 
