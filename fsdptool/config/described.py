@@ -130,14 +130,16 @@ def describe_written(
     """
     files = files or default_files(source.path)
     form = sniff_dialect(source.text)
-    if form is None or form.name == "flags":
+    # Variables of FSDP before a command do not hide what the command trains.
+    starts = form is not None and form.name == "env" and any(map(_may_train, find_commands(source.text)))
+    if form is None or form.name == "flags" or starts:
         text = substituted(source.text, files)
         files = files.with_written(source.text, text)
         if text != source.text:
             form = form or sniff_dialect(text)
-            if form is not None and form.name == "flags":
+            if starts or (form is not None and form.name == "flags"):
                 source = replace(source, text=text)
-    flags = form is not None and form.name == "flags"
+    flags = starts or (form is not None and form.name == "flags")
     found = (_of_command if flags else _of_file)(source, files, program)
     if found is None:
         own = _of_own_script(source.text, files) if flags and program is None else None

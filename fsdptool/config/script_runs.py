@@ -23,7 +23,7 @@ from fsdptool.config.dialects.run_reader import (
     sides,
     state_bits,
 )
-from fsdptool.config.dialects.trainer.run import arguments
+from fsdptool.config.dialects.trainer.run import arguments, computed_in
 from fsdptool.config.dialects.trainer.run_keys import KEYS as TRAINER
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
@@ -51,7 +51,7 @@ _MEMORY: Mapping[str, Literal["less", "more"] | None] = {
     "LoraConfig.layers_to_transform": "less", "LoraConfig.rank_pattern": None,
     "LoraConfig.exclude_modules": "less",
     "LoraConfig.trainable_token_indices": "more", "Accelerator.deepspeed_plugin": None,
-    "Accelerator.parallelism_config": None, "Accelerator.megatron_lm_plugin": None,
+    "Accelerator.parallelism_config": None, "Accelerator.fp8": None, "Accelerator.megatron_lm_plugin": None,
     "FullyShardedDataParallelPlugin.mixed_precision_policy": None,
     "FullyShardedDataParallelPlugin.ignored_modules": None,
     "FullyShardedDataParallelPlugin.min_num_params": None,
@@ -261,7 +261,7 @@ def _of_form(script: ScriptRun, nested: dict[str, Any], path: str | None, launch
         from fsdptool.config.dialects.trl.run import describe
 
         nested.pop("padding", None)
-        return describe(RunFile(nested, launch, path))
+        return describe(RunFile(nested, launch, path, added=script.own_fields))
     read = RunReader(RunFile(nested, launch, path), _table(script))
     model = read.text("model_name_or_path")
     if model is None and script.own_class is not None:
@@ -324,14 +324,16 @@ def _trainer(read: RunReader) -> dict[str, Any]:
     sharded = facts["fsdp"] != "none"
     mixed = sharded and facts["compute_dtype"] != "fp32"
     stored = "fp32" if mixed or adapter["method"] != "full" else base
+    joined = read.flag("packing")
     return {
         **facts,
         **adapter,
+        "compute_dtype": computed_in(facts["compute_dtype"], base),
         "base_dtype": base,
         "stored_dtype": stored,
-        "reduce_dtype": facts["compute_dtype"] if sharded else stored,
-        "packing": False,
-        "documents_joined": False,
+        "reduce_dtype": facts["compute_dtype"] if mixed else stored,
+        "packing": joined,
+        "documents_joined": joined,
         "optimizer_state_bits": state_bits(facts["optimizer"], stored),
     }
 
@@ -365,6 +367,7 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
         "token"
     )
     sharded = script.fsdp != "none"
+    joined = read.flag("packing")
     steps = read.whole("max_steps")
     return {
         **adapter,
@@ -392,8 +395,8 @@ def _loop(read: RunReader, script: ScriptRun, model: str | None) -> dict[str, An
         "wrap_classes": (classes,) if isinstance(classes, str) else classes,
         "reshard": (reshard if isinstance(reshard, bool | int) else True) if sharded else None,
         "cpu_offload": read.flag("cpu_offload"),
-        "packing": False if rows else None,
-        "documents_joined": not rows,
+        "packing": True if joined else False if rows else None,
+        "documents_joined": joined or not rows,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
 from fsdptool.scripts.interpreter import Interpreter
-from fsdptool.scripts.names import LIGHTNING, library, short
+from fsdptool.scripts.names import ARGUMENTS, LIGHTNING, library, short
 from fsdptool.scripts.values import (
     Choice,
     Class,
@@ -36,6 +36,15 @@ _LOADERS = (
 )
 """Functions that read a file of settings."""
 _BF16 = ("torch.cuda.is_bf16_supported", "unsloth.is_bfloat16_supported", "unsloth.is_bf16_supported")
+_ON_GPU = "on a GPU with bfloat16"
+_ACCELERATORS = ("TPU", "XLA", "HPU", "MULTI_HPU", "NPU", "MULTI_NPU", "MULTI_CPU", "MULTI_XPU")
+"""Members of accelerate's ``DistributedType`` that a run on GPUs does not have."""
+_OF_TEXT = frozenset({
+    "lower", "upper", "strip", "lstrip", "rstrip", "split", "rsplit", "startswith", "endswith", "isdigit",
+    "removeprefix", "removesuffix",
+})  # fmt: skip
+"""Methods of a text that are followed: none of them makes it longer."""
+_LONGEST = 10_000
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
 _MOST_FILES, _DEEPEST = 20, 20
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
@@ -66,6 +75,8 @@ class RunInterpreter(Interpreter):
         defaults: Whether defaults count; else what they decide is not known.
         load: Returns a file that the script loads as plain data, or None; without it no file is read.
     """
+
+    starts_anyway = True
 
     def __init__(
         self,
@@ -175,8 +186,8 @@ class RunInterpreter(Interpreter):
             and (given := self._of_lightning(name, args, keywords, node)) is not None
         ):
             return given
-        if name in ("lower", "upper", "strip") and not args and isinstance(constant(receiver), str):
-            return Const(getattr(constant(receiver), name)(), sources=receiver.sources)
+        if (followed := _of_text(receiver, name, args)) is not None:
+            return followed
         return super()._result(receiver, name, args, keywords, node)
 
     def _of_lightning(
@@ -306,6 +317,10 @@ class RunInterpreter(Interpreter):
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     yield item.target.id, item
 
+    def fields_of(self, thing: Thing) -> tuple[str, ...]:
+        """Return the fields that classes of the script declare of an object; none for one of a library."""
+        return tuple(name for name, _ in self._fields(thing.owner)) if thing.owner is not None else ()
+
     def _of_class(self, made: Class, name: str) -> Value | None:
         """Return what the body of a class assigns to a name."""
         for owner in made.line():
@@ -353,6 +368,11 @@ class RunInterpreter(Interpreter):
         """Return an attribute of a value; what the body of a class assigns is one of its objects."""
         if isinstance(value, Table) and name in value.items and not hasattr(dict, name):
             return value.items[name]  # OmegaConf
+        if name.endswith("_enabled") and (made := made_by(value, "ParallelismConfig")) is not None:
+            axes = ("dp_shard", "cp") if name == "fsdp_enabled" else (name.removesuffix("_enabled"),)
+            sizes = [constant(made.keywords.get(f"{axis}_size", Const(1))) for axis in axes]
+            if all(type(size) is int for size in sizes):
+                return Const(any(size != 1 for size in sizes))
         if name == "mixed_precision" and (made := made_by(value, "Accelerator")) is not None:
             given = made.keywords.get(name)
             if given is not None and not is_constant(given, None):
@@ -378,7 +398,8 @@ class RunInterpreter(Interpreter):
     def _make(
         self, made: Class, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST, partly: bool
     ) -> Value:
-        base = next((short(name) for name in made.library_bases if short(name).endswith("Arguments")), None)
+        bases = map(short, made.library_bases)
+        base = next((name for name in bases if name.endswith("Arguments") or name in ARGUMENTS), None)
         thing = super()._make(made, args, keywords, node, partly)
         if made.lookup("__init__") is None and isinstance(thing, Thing):
             for (field, _), value in zip(self._fields(made), args, strict=False):
@@ -414,8 +435,12 @@ class RunInterpreter(Interpreter):
                 return super()._made(name, function, args, keywords, node)
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
+        if name in ("setup_chat_format", "clone_chat_template") and len(args) > 1:  # of TRL
+            return Items([*args[:2], Items([])][: 2 if name == "setup_chat_format" else 3])
         if name in _BF16:
-            return given_by(True, "on a GPU with bfloat16", node)
+            return given_by(True, _ON_GPU, node)
+        if name == "torch.cuda.get_device_capability":
+            return Items([given_by(number, _ON_GPU, node) for number in (8, 0)])
         if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
             return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
@@ -501,6 +526,16 @@ class RunInterpreter(Interpreter):
                     return Const(found, sources=(*left.sources, *right.sources))
         return made
 
+    def _boolop(self, node: ast.BoolOp) -> Value:
+        made = super()._boolop(node)
+        if (
+            isinstance(node.op, ast.And)
+            and self.truth(made) is None
+            and any(map(_asks_for_bf16, node.values))
+        ):
+            return given_by(True, _ON_GPU, node)  # what stands beside it asks for CUDA and NCCL
+        return made
+
     def _compare(self, node: ast.Compare) -> Value:
         made = super()._compare(node)
         if isinstance(made, Thing) and len(node.ops) == 1 and len(made.args) == 2:
@@ -519,6 +554,11 @@ class RunInterpreter(Interpreter):
             known = {self.truth(item) for item in value.options}
             return known.pop() if len(known) == 1 else None
         return super().truth(value)
+
+
+def _asks_for_bf16(node: ast.expr) -> bool:
+    names = tuple(name.rpartition(".")[2] for name in _BF16)
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(names)
 
 
 def _path_of(value: Value | None, depth: int = 0) -> str | None:
@@ -572,6 +612,20 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, str | list[str]], list[str]]
     return flags, positional
 
 
+def _of_text(receiver: Value, name: str, args: Sequence[Value]) -> Value | None:
+    """Return what a method of a known text yields, or None."""
+    text, given = constant(receiver), [item.value for item in args if isinstance(item, Const)]
+    if not isinstance(text, str) or name not in _OF_TEXT or len(given) < len(args) or len(text) > _LONGEST:
+        return None
+    try:
+        made = getattr(text, name)(*given)
+    except (TypeError, ValueError):
+        return None
+    if isinstance(made, list):
+        return Items([Const(item, sources=receiver.sources) for item in made], sources=receiver.sources)
+    return Const(made, sources=receiver.sources)
+
+
 def _typed(word: str | list[str]) -> object:
     """Return the value of a word whose type nobody says."""
     if isinstance(word, list):
@@ -615,6 +669,10 @@ def _compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
         else:
             return None
         return held == isinstance(operator, ast.In)
+    if isinstance(right, Library) and isinstance(operator, ast.Eq | ast.NotEq):
+        owner, _, member = right.name.rpartition(".")
+        known = owner.endswith("DistributedType") and member in _ACCELERATORS
+        return isinstance(operator, ast.NotEq) if known else None
     one, two = constant(left), constant(right)
     if isinstance(one, int | float) and isinstance(two, int | float):
         if isinstance(operator, ast.Gt):

@@ -60,7 +60,14 @@ class Path:
 
 
 class Interpreter(Expressions):
-    """Follows a script without running it."""
+    """Follows a script without running it.
+
+    Attributes:
+        starts_anyway: Whether a check that would end the script is passed over: it is started with arguments
+            that are not known here.
+    """
+
+    starts_anyway = False
 
     def __init__(self, tree: ast.Module) -> None:
         super().__init__()
@@ -283,12 +290,7 @@ class Interpreter(Expressions):
 
     def _do_expr(self, node: ast.Expr) -> bool:
         self.value(node.value)
-        call = node.value
-        return (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute | ast.Name)
-            and (ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit"))
-        )
+        return _exits(node)
 
     def _do_if(self, node: ast.If) -> bool:
         test = self.value(node.test)
@@ -296,7 +298,8 @@ class Interpreter(Expressions):
         if _is_typing(node.test):
             known = False
         if known is not None:
-            return self.block(node.body if known else node.orelse)
+            chosen = node.body if known else node.orelse
+            return self.block(chosen) and not (self.starts_anyway and _ends_process(chosen))
         yes = Condition(node, True, "one" in test.tags, len(self.stack), test)
         no = Condition(node, False, "rest" in test.tags, len(self.stack), test)
         ends: list[bool] = []
@@ -439,6 +442,20 @@ def _is_main(test: ast.expr) -> bool:
 
 def _is_typing(test: ast.expr) -> bool:
     return getattr(test, "id", getattr(test, "attr", "")) == "TYPE_CHECKING"
+
+
+def _exits(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute | ast.Name)
+        and (ast.unparse(call.func) in ("sys.exit", "exit", "quit", "os._exit"))
+    )
+
+
+def _ends_process(body: Sequence[ast.stmt]) -> bool:
+    """Say whether a block ends with an error or an exit: a check of what the script is given."""
+    return bool(body) and (isinstance(body[-1], ast.Raise) or _exits(body[-1]))
 
 
 def _dies(body: Sequence[ast.stmt]) -> bool:

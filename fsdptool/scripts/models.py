@@ -219,7 +219,8 @@ class ModelReader(SettingsReader):
                 ours, config.keywords.get(key), places.get(key, config.node), f"BitsAndBytesConfig.{key}"
             )
         if "load_in_4bit" in config.keywords:
-            self.say("bnb_4bit_quant_type", "fp4", config.node, "BitsAndBytesConfig.bnb_4bit_quant_type")
+            for name, word in (("quant_type", "fp4"), ("quant_storage", "uint8")):
+                self.say(f"bnb_4bit_{name}", word, config.node, f"BitsAndBytesConfig.bnb_4bit_{name}")
         self.rest(self.event_of(config) or config, "BitsAndBytesConfig", _QUANTISATION)
 
     def _adapter(self, value: Value, node: ast.AST | None) -> None:

@@ -30,6 +30,12 @@ UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel", "FastTextModel")
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 """Distributions of Lightning: their names stay whole."""
 
+ARGUMENTS = (
+    "TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig",
+    "ORPOConfig", "RewardConfig", "CPOConfig", "PPOConfig", "RLOOConfig",
+)  # fmt: skip
+"""Classes of arguments that trainers of transformers and TRL take."""
+
 STARS = {
     "torch.distributed.fsdp": (
         "fully_shard", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "CPUOffload",

@@ -18,6 +18,7 @@ from fsdptool.scripts.values import (
     Partial,
     Thing,
     Value,
+    flat,
     is_constant,
     made_by,
 )
@@ -41,6 +42,8 @@ _STRATEGY = (
     "auto_wrap_policy", "activation_checkpointing_policy", "activation_checkpointing", "cpu_offload",
     "mixed_precision", "sharding_strategy", "device_mesh", "data_parallel_size", "tensor_parallel_size",
 )  # fmt: skip
+_FP8 = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
+"""Handlers with which accelerate trains in float8."""
 _MOST_DEVICES = 100_000
 
 
@@ -167,6 +170,10 @@ class ParallelismReader(ModelReader):
         if plugin is not None and made is None and not isinstance(plugin, Const):
             self.put("fsdp_plugin", plugin, event.node, "Accelerator.fsdp_plugin")
         taken = ["mixed_precision", "gradient_accumulation_steps", "fsdp_plugin"]
+        taken += self._compiled_by_accelerate(event)
+        for handler in flat(event.keywords.get("kwargs_handlers")):
+            if isinstance(handler, Thing) and handler.kind in _FP8:
+                self.say("Accelerator.fp8", handler.kind, handler.node, handler.kind)
         if self._mesh_of_accelerate(event.keywords.get("parallelism_config")):
             taken.append("parallelism_config")
         self.rest(event, "Accelerator", taken)
@@ -191,6 +198,24 @@ class ParallelismReader(ModelReader):
             made.keywords.get("sharding_strategy"), places.get("sharding_strategy", made.node), made.kind
         )
         self.rest(self.event_of(made) or made, "FullyShardedDataParallelPlugin", _PLUGIN)
+
+    def _compiled_by_accelerate(self, event: Event) -> tuple[str, ...]:
+        """Read whether ``prepare`` compiles the model; return the arguments that say so.
+
+        Source: accelerate 1.15 ``utils/dataclasses.py`` (``TorchDynamoPlugin``: no backend, no compilation).
+        """
+        plugin, backend = event.keywords.get("dynamo_plugin"), event.keywords.get("dynamo_backend")
+        made = made_by(plugin, "TorchDynamoPlugin")
+        if made is not None:
+            backend = made.keywords.get("backend", made.args[0] if made.args else Const(None))
+        name = "dynamo_plugin" if backend is None or made is not None else "dynamo_backend"
+        at = event.places.get(name, event.node)
+        known, word = plain_value(backend if backend is not None else plugin)
+        if not known:
+            self.put("torch_compile", backend or plugin, at, f"Accelerator.{name}")
+        elif str(word).lower() not in ("none", "no"):
+            self.say("torch_compile", True, at, f"Accelerator.{name}")
+        return ("dynamo_plugin", "dynamo_backend")
 
     def _mesh_of_accelerate(self, value: Value | None) -> bool:
         """Read accelerate's ``ParallelismConfig``; False where it decides what a mesh here does not hold.

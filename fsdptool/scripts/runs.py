@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 
 from fsdptool.errors import ConfigError
@@ -11,7 +12,7 @@ from fsdptool.scripts.defaults import RunInterpreter, is_of_lightning
 from fsdptool.scripts.facts import FSDP1, is_inside, text, unwrapped
 from fsdptool.scripts.judge import parsed_script
 from fsdptool.scripts.models import LOADING
-from fsdptool.scripts.names import short
+from fsdptool.scripts.names import ARGUMENTS, short
 from fsdptool.scripts.parallelism import ParallelismReader
 from fsdptool.scripts.settings import DTYPES, NamedClass, ScriptRun, Setting, plain_value
 from fsdptool.scripts.state import TooLongError
@@ -19,6 +20,7 @@ from fsdptool.scripts.values import (
     Condition,
     Const,
     Event,
+    Function,
     Items,
     Library,
     Table,
@@ -36,10 +38,6 @@ TRAINERS = {
     "Trainer": None, "Seq2SeqTrainer": None,
 }  # fmt: skip
 """Trainers of transformers and TRL, with the objectives of those of TRL."""
-ARGUMENTS = (
-    "TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig",
-    "ORPOConfig", "RewardConfig", "CPOConfig", "PPOConfig", "RLOOConfig",
-)  # fmt: skip
 _OF_TRAINERS = {
     "sft": ("max_seq_length", "packing"), "dpo": ("max_length", "max_prompt_length"),
     "kto": ("max_length", "max_prompt_length"), "orpo": ("max_length", "max_prompt_length"),
@@ -58,6 +56,8 @@ _ACCUMULATIONS = (
     "gradient_accumulation_steps", "grad_accum_steps", "grad_accumulation_steps", "accumulation_steps",
     "accum_steps", "grad_accum", "gradient_accumulation",
 )  # fmt: skip
+_JOINS = re.compile(r"(?:^|_)(?:group|pack|packed|concat|concatenate|chunk|chunks|chunked)(?:_|$)")
+"""Names of functions that join texts and cut them into full rows (``group_texts`` of transformers)."""
 _SIDES = ("resolution", "image_size", "img_size")
 _AUTOCAST = (
     "torch.autocast",
@@ -193,6 +193,7 @@ class _Reader(ParallelismReader):
 
     def _arguments(self, given: Thing, objective: str | None) -> None:
         places, event = self.places(given), self.event_of(given)
+        self.run.own_fields = self.interpreter.fields_of(given)
         for name, value in given.keywords.items():
             node = places.get(name, given.node)
             if name in ("fsdp_config", "model_init_kwargs") and isinstance(value, Table):
@@ -416,10 +417,10 @@ class _Reader(ParallelismReader):
         if shape is not None:
             self.put("batch_size", shape[0], shape[2], shape[3])
         self._by_name("batch_size", _BATCHES)
-        self._by_name("gradient_accumulation_steps", _ACCUMULATIONS)
         for event in self.facts.methods("step"):
             for guard in event.guards:
                 self._every(guard, event)
+        self._by_name("gradient_accumulation_steps", _ACCUMULATIONS)
 
     def _every(self, guard: Condition, event: Event) -> None:
         """Read the accumulation of ``if (step + 1) % 8 == 0: optimizer.step()``."""
@@ -446,6 +447,10 @@ class _Reader(ParallelismReader):
                     self.say("padding", "max_length", event.node, "tokenizer.padding")
         if not named:
             return
+        for event in self.facts.methods("map", "from_generator"):
+            made = event.argument
+            if isinstance(made, Function) and _JOINS.search(getattr(made.node, "name", "")):
+                self.say("packing", True, event.node, f"{event.name}({getattr(made.node, 'name', '')})")
         shape = self._shape()
         if shape is not None and shape[1] is not None:
             self.put("max_length", shape[1], shape[2], shape[3])

@@ -67,6 +67,7 @@ class ScriptRun:
         own_class: The model's class, where the script defines it.
         model_type: Configuration class of the model (``LlamaConfig``), where the script gives its sizes.
         classes: Classes that are to be units.
+        own_fields: Fields that a class of the script adds to the arguments of a trainer.
         processes: Ranks that it starts itself, or None.
         nodes: Machines that it says they are on, or None.
         loss_in_forward: Whether the model computes the loss, or the loop from logits; None: not known.
@@ -81,6 +82,7 @@ class ScriptRun:
     own_class: str | None = None
     model_type: str | None = None
     classes: tuple[NamedClass, ...] = ()
+    own_fields: tuple[str, ...] = ()
     processes: int | None = None
     nodes: int | None = None
     loss_in_forward: bool | None = None

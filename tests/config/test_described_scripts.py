@@ -738,3 +738,60 @@ def test_the_epochs_of_a_script_are_known_where_its_steps_count() -> None:
     flags = "--pretrained_model_name_or_path a/b --output_dir o --max_train_steps 5 --num_train_epochs 9"
     run = described(f"accelerate launch train_text_to_image_lora.py {flags}\n")
     assert (run.steps, run.epochs) == (5, None) and not any("num_train_epochs" in note for note in run.notes)
+
+
+def test_a_script_that_is_given_a_rank_trains_adapters() -> None:
+    line = "deepspeed train_lora.py --model_name a/llama-2-7b --output_dir o --per_device_train_batch_size 4"
+    assert described(f"{line}\n").method == "full"
+    run = described(f"{line} --lora_r 8 --lora_dropout 0.1 --flash_attn True\n")
+    assert (run.method, run.lora_rank, run.lora_dropout) == ("lora", 8, 0.1)
+    assert (run.model, run.attention) == ("a/llama-2-7b", "flash_attention_2")
+    assert described(f"{line} --lora_r 8 --lora_enable False\n").method == "full"
+    assert described(f"{line} --q_lora True\n").method == "qlora"
+
+
+def test_the_name_of_a_script_or_a_file_says_what_is_minimised(tmp_path: Path) -> None:
+    line = "accelerate launch dpo_tune.py --model_name_or_path a/b --output_dir o"
+    assert described(f"{line}\n").objective == "dpo"
+    text = "model_name_or_path: a/b\nmax_seq_length: 9\nper_device_train_batch_size: 2\nlearning_rate: 1e-5\n"
+    for name, objective in (("dpo.yaml", "dpo"), ("grpo_8b.yaml", "grpo"), ("full.yaml", "sft")):
+        folder = tmp_path / "recipes"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text}use_flash_attn: true\n")
+        run = describe_path(folder / name)
+        assert run is not None and (run.objective, run.attention) == (objective, "flash_attention_2")
+
+
+def test_megatron_divides_an_sft_run_of_verl_as_its_engine_says() -> None:
+    run = described(
+        "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer engine=megatron model.path=Qwen/Qwen3-8B"
+        " data.train_batch_size=32 data.micro_batch_size_per_gpu=2 data.use_dynamic_bsz=False"
+        " engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2\n"
+    )
+    assert (run.mesh.tp, run.mesh.pp, run.accumulation, run.wrap_classes) == (2, 2, 8, None)
+
+
+def test_what_lora_leaves_out_in_verl_is_told() -> None:
+    for command, model in (
+        (
+            "verl.trainer.main_ppo actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.",
+        ),
+        ("verl.trainer.fsdp_sft_trainer data.micro_batch_size_per_gpu=1", ""),
+    ):
+        key = f"{model}model.exclude_modules"
+        run = described(f"python -m {command} {model}model.lora_rank=8 {key}='.*visual.*'\n")
+        assert [item.side for item in run.keys.not_modelled if item.key == key] == ["less"]
+
+
+def test_optimizers_of_flashoptim_keep_states_of_eight_bits() -> None:
+    text = f"{AUTOMODEL}optimizer: {{_target_: flashoptim.FlashAdamW, master_weight_bits: 24}}\n"
+    run = described(f"{text}loss_fn: {{fp32_upcast: false}}\n")
+    told = {item.key: item.side for item in run.keys.not_modelled}
+    assert run.optimizer_state_bits == 8
+    assert told["optimizer.master_weight_bits"] == "more" and told["loss_fn.fp32_upcast"] == "less"
+    assert described(text.replace("24", "24, quantize: false")).optimizer_state_bits == 16
+    told = {
+        item.key: item.side for item in described(f"{text}loss_fn: {{fp32_upcast: true}}\n").keys.not_modelled
+    }
+    assert "loss_fn.fp32_upcast" not in told

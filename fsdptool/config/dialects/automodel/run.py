@@ -54,6 +54,8 @@ def describe(file: RunFile) -> DescribedRun:
         read.notes.append(
             f"optim is the form of older versions: {KEYS.version} stops at it and reads optimizer"
         )
+    if str(read.raw("loss_fn.fp32_upcast")).lower() == "false":
+        read.unmodelled("loss_fn.fp32_upcast", "less")
     compute = dtype_word(read.text("model.compute_dtype")) or "bf16" if diffusion else "bf16"
     length = None if diffusion else _length(read)
     packed = _packed(read) > 0
@@ -197,6 +199,9 @@ def _optimizer(read: RunReader, stored: str) -> tuple[str | None, int | None]:
         return f"transformer_engine {name}{' with master weights' if masters else ''}", state_bits(
             "fused", states
         )
+    if target.startswith("flashoptim"):  # flashoptim 0.1: states of 8 bits unless quantize is false
+        whole = read.has("optimizer.quantize") and not read.flag("optimizer.quantize")
+        return name.lower(), state_bits("adam", stored) if whole else 8
     plain = name.lower() or None
     return plain, state_bits(target.lower() if "bitsandbytes" in target else plain, stored)
 

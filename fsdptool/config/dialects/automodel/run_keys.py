@@ -26,7 +26,7 @@ KEYS = RunKeys(
     },
     memory=sides(
         less="""
-        model.use_liger_kernel loss_fn.fp32_upcast peft.use_triton freeze_config.freeze_embeddings
+        model.use_liger_kernel peft.use_triton freeze_config.freeze_embeddings
         freeze_config.freeze_vision_tower freeze_config.freeze_language_model
         fp8.enable_fsdp_float8_all_gather fp8.enabled model.transformer_engine_fp8
         distributed.pipeline.pp_microbatch_size
@@ -34,7 +34,8 @@ KEYS = RunKeys(
         more="""
         fsdp.enable_fsdp2_prefetch distributed.enable_fsdp2_prefetch
         fsdp.fsdp2_backward_prefetch_depth fsdp.fsdp2_forward_prefetch_depth
-        optimizer.master_weights optimizer.store_param_remainders teacher_model kd_ratio qat ema
+        optimizer.master_weights optimizer.store_param_remainders
+        optimizer.master_weight_bits teacher_model kd_ratio qat ema
         train_n_passages dataloader.dataset.train_n_passages dataloader.dataset.n_passages
         """,
         either="""

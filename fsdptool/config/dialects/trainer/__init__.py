@@ -114,11 +114,12 @@ class Trainer(Dialect):
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of a script with TrainingArguments."""
         own = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "per_device_eval_batch_size"}
-        from fsdptool.config.dialects.trainer.run_keys import script_of
+        from fsdptool.config.dialects.trainer.run_keys import MODELS, script_of
 
         if names & own and script_of(launch.script) is not None:
             return 0.97
         known = "model_name_or_path" in names and bool(names & own)
+        known = known or bool(names & {*MODELS} and "per_device_train_batch_size" in names)
         return (
             0.91 if known and launch.program in ("python", "torchrun", "accelerate", "deepspeed", "") else 0.0
         )

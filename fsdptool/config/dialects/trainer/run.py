@@ -7,12 +7,13 @@ Sources: transformers 5.24.0 ``training_args.py``, ``modeling_utils.py:4183`` (d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
-from fsdptool.config.dialects.trainer.run_keys import KEYS, OLD, SCRIPTS, script_of
+from fsdptool.config.dialects.trainer.run_keys import KEYS, MODELS, OLD, SCRIPTS, script_of
 from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
 
@@ -20,6 +21,12 @@ _OF_4 = ("adafactor", "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap
 """Arguments that transformers 5 does not have, though 4.x did."""
 _LENGTHS = ("model_max_length", "max_seq_length", "max_length", "cutoff_len", "max_source_length")
 """Flags with which scripts set the length of a sample."""
+_FLASH = ("use_flash_attn", "flash_attn", "use_flash_attention_2")
+"""Flags that switch flash attention on."""
+_SWITCHES = ("use_lora", "use_peft", "lora_enable", "apply_lora", "use_peft_lora")
+"""Flags that switch adapters on."""
+_OBJECTIVES = ("dpo", "grpo", "kto", "orpo", "ppo", "rloo")
+"""What the names of scripts say that they minimise."""
 _CUT = "at most the tokenizer's maximum"
 _EAGER = ("bloom",)
 """Models that had no other attention than eager in transformers 4."""
@@ -32,7 +39,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         return None
     old = any(key in file.data for key in _OF_4)
     read = RunReader(file, replace(KEYS, version=file.version or (OLD if old else KEYS.version)))
-    model = read.text("model_name_or_path")
+    model = read.text(*MODELS)
     if model is None and known is not None and known.model is not None:
         model = read.default("model_name_or_path", known.model, "examples/pytorch: ModelArguments")
     common = arguments(read, old=old)
@@ -50,12 +57,15 @@ def describe(file: RunFile) -> DescribedRun | None:
     if adapter["method"] != "full":
         stored = "fp32"
     common |= adapter
+    mixed = common["fsdp"] != "none" and common["compute_dtype"] != "fp32"
+    reduced = common["compute_dtype"] if mixed else stored
+    common["compute_dtype"] = computed_in(common["compute_dtype"], base)
     return read.describe(
         **common,
         model=model,
         base_dtype=base,
         stored_dtype=stored,
-        reduce_dtype=common["compute_dtype"] if common["fsdp"] != "none" else stored,
+        reduce_dtype=reduced,
         **texts,
         optimizer_state_bits=state_bits(common["optimizer"], stored),
         attention=_attention(read, file.launch.script, model, old),
@@ -77,15 +87,18 @@ def _bits_alone(common: Mapping[str, Any]) -> int | None:
 
 def _adapter(read: RunReader) -> dict[str, Any]:
     """Return the method, by the flags that scripts with peft share (alpaca-lora, FastChat's train_lora)."""
-    if not (
-        read.flag("use_lora") or read.flag("use_peft") or read.flag("lora_enable") or read.flag("apply_lora")
-    ):
+    named = [key for key in _SWITCHES if read.has(key)]
+    on = any(read.flag(key) for key in named)
+    # Scripts without a switch adapt whatever they are given a rank for.
+    if not on and (named or not any(map(read.has, ("lora_r", "lora_rank", "q_lora")))):
         return {"method": "full", "quantisation": "none"}
+    read.use("lora_alpha")
     four = read.flag("load_in_4bit") or read.flag("q_lora") or read.whole("bits") == 4
     return {
         "method": "qlora" if four else "lora",
         "quantisation": "bnb nf4" if four else "none",
         "lora_rank": read.whole("lora_r", "lora_rank"),
+        "lora_dropout": read.number("lora_dropout"),
         "lora_targets": read.names("lora_target_modules", "lora_target"),
     }
 
@@ -103,7 +116,10 @@ def _texts(read: RunReader, script: str) -> dict[str, Any]:
         if length is None:
             source = "stanford_alpaca and FastChat train.py: TrainingArguments"
             length = read.default("model_max_length", 512, source)
-        return {"sequence_length": length, "packing": False, "documents_joined": False, "objective": "sft"}
+        words = re.split(r"[^a-z]+", name.lower())
+        objective = next((word for word in _OBJECTIVES if word in words), "sft")
+        rows = {"packing": False, "documents_joined": False}
+        return {"sequence_length": length, "objective": objective, **rows}
     length = read.whole(known.key) if known.key is not None else None
     if length is None and known.length is not None and known.key is not None:
         length = read.default(known.key, known.length, f"examples/pytorch {name}.py; {_CUT}")
@@ -123,19 +139,27 @@ def _texts(read: RunReader, script: str) -> dict[str, Any]:
 
 def _attention(read: RunReader, script: str, model: str, old: bool) -> str:
     named = read.text("attn_implementation")
-    if named is None and (script.endswith("train_mem") or read.flag("use_flash_attn")):
+    if named is None and (script.endswith("train_mem") or any(read.flag(key) for key in _FLASH)):
         return "flash_attention_2"
     if named is None and old and any(word in model.lower() for word in _EAGER):
         return "eager"
     return named or read.default("attn_implementation", "sdpa", "transformers' default")
 
 
-def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
+def computed_in(dtype: str, base: str) -> str:
+    """Return the dtype of matrix products: without autocast it is that of the weights."""
+    return base if dtype == "fp32" and base in ("bf16", "fp16", "checkpoint") else dtype
+
+
+def arguments(
+    read: RunReader, *, old: bool = False, sharding: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the facts that TrainingArguments decide.
 
     Args:
         read: The file.
         old: Whether transformers 4 is meant: FSDP1 unless the file says otherwise.
+        sharding: What :func:`fsdp` returns, where that is of another version.
     """
     launch = read.file.launch
     micro = read.whole("per_device_train_batch_size", "per_gpu_train_batch_size")
@@ -144,7 +168,7 @@ def arguments(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     read.use("fp16")
     if compute is None:
         compute = dtype_word(launch.mixed_precision) or "fp32"
-    sharding = fsdp(read, old=old)
+    sharding = fsdp(read, old=old) if sharding is None else sharding
     recomputes = read.flag("activation_checkpointing") or read.flag("gradient_checkpointing")
     steps = read.whole("max_steps")
     optimizer: str | None

@@ -82,6 +82,10 @@ NO_EFFECT = names("""
 """)
 
 
+MODELS = ("model_name_or_path", "model_name", "base_model", "model_id", "model_path")
+"""Flags with which scripts name the model."""
+
+
 class Script(NamedTuple):
     """What an example of transformers trains.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import (
@@ -20,7 +21,7 @@ from fsdptool.config.dialects.run_reader import (
     names,
     state_bits,
 )
-from fsdptool.config.dialects.trainer.run import arguments
+from fsdptool.config.dialects.trainer.run import arguments, computed_in, fsdp
 from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
 from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedRun
@@ -29,6 +30,8 @@ from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
 """Keys of 0.18 that 1.16 refuses and that decide the run."""
+_FLASH = ("use_flash_attention_2", "use_flash_attn")
+"""Switches of alignment-handbook 0.1, and of scripts around TRL."""
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Choices of ``dtype`` (``trainer/model_config.py:93``)."""
 _DPO_LOSSES = names("""
@@ -66,7 +69,7 @@ def describe(file: RunFile) -> DescribedRun:
         file = replace(file, launch=replace(file.launch, processes=None))
     read = RunReader(file, replace(keys, version=file.version or keys.version))
     objective = _objective(read)
-    facts = arguments(read)
+    facts = arguments(read, sharding=fsdp(read, old=old))
     _accelerate(read, facts)
     if read.flag("fp16"):
         facts["compute_dtype"] = "fp16"
@@ -83,9 +86,11 @@ def describe(file: RunFile) -> DescribedRun:
     if adapter:
         # peft upcasts adapters to fp32; on a quantised base TRL casts them to bf16 (QLoRA).
         stored = "bf16" if four or eight else "fp32"
-    if facts["fsdp"] != "none" and facts["compute_dtype"] != "fp32":
+    mixed = facts["fsdp"] != "none" and facts["compute_dtype"] != "fp32"
+    if mixed:
         stored = "fp32"
-    reduce = facts["compute_dtype"] if facts["fsdp"] != "none" else stored
+    reduce = facts["compute_dtype"] if mixed else stored
+    facts["compute_dtype"] = computed_in(facts["compute_dtype"], base)
     optimizer = facts["optimizer"]
     packing = objective == "sft" and read.flag("packing")
     strategy = read.text("packing_strategy")
@@ -109,6 +114,7 @@ def describe(file: RunFile) -> DescribedRun:
         optimizer_state_bits=state_bits(optimizer, stored),
         activation_offloading=read.flag("activation_offloading"),
         attention=read.text("attn_implementation")
+        or ("flash_attention_2" if any(read.flag(key) for key in _FLASH) else None)
         or read.default("attn_implementation", "sdpa", "transformers"),
     )
 
@@ -171,7 +177,11 @@ def _objective(read: RunReader) -> str:
         words = set(re.split(r"[^a-z_]+", read.file.hints.lower().replace("trainer", " ")))
         words |= {part for word in words for part in word.split("_")}
         return next((word for word in _PAIRS if word in words), "dpo")
-    return "reward" if read.has("center_rewards_coefficient") else "sft"
+    if read.has("center_rewards_coefficient"):
+        return "reward"
+    named = PurePath(read.file.path or "")
+    told = re.split(r"[^a-z]+", f"{named.parent.name} {named.stem}".lower())
+    return next((word for word in _OBJECTIVES if word in told), "sft")
 
 
 def _length(read: RunReader, objective: str) -> int | None:

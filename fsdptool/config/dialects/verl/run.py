@@ -76,19 +76,24 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     processes = file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
+    common = _common(read, model, stored, rank, "model.target_modules")
     chosen = file.groups.get("engine", read.raw("engine"))
     group = chosen if isinstance(chosen, str) else None
     if group not in (None, "fsdp"):
         read.keys = replace(ENGINE, memory={**ENGINE.memory, "engine": None})
         read.notes.append(f"engine: {group} is out of scope: the equivalent of FSDP2 is engine=fsdp")
+    mesh = _mesh(read.whole("engine.fsdp_size") if engine else None, sp)
+    if group == "megatron":
+        mesh = DescribedMesh(**{axis: read.whole(f"engine.{key}") or 1 for axis, key in _MEGATRON.items()})
+        common |= {"wrap_classes": None}
     offload = read.flag(f"{config}.cpu_offload") or read.flag(f"{config}.offload_policy")
     read.use(f"{config}.offload_params")
     return read.describe(
-        **_common(read, model, stored, rank, "model.target_modules"),
+        **common,
         objective="sft",
         sequence_length=read.whole("data.max_length"),
         micro_batch=micro,
-        accumulation=_accumulation(total, micro, processes, sp),
+        accumulation=_accumulation(total, micro, processes, _sharing(mesh)),
         global_batch=total,
         gradient_checkpointing="full" if read.flag("model.enable_gradient_checkpointing") else "none",
         fused_loss="none",
@@ -96,7 +101,7 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
         fsdp=_version(read, f"{place}.strategy") if group in (None, "fsdp") else "none",
         reshard=read.flag("engine.reshard_after_forward") if engine else True,
         cpu_offload=offload,
-        mesh=_mesh(read.whole("engine.fsdp_size") if engine else None, sp),
+        mesh=mesh,
         steps=read.whole("trainer.total_training_steps"),
         epochs=read.number("trainer.total_epochs"),
     )

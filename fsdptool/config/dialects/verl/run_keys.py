@@ -56,7 +56,7 @@ SFT = RunKeys(
         "trainer.total_epochs": (4, f"{_CONFIG}/sft_trainer.yaml:64"),
         "optim.optimizer": ("AdamW", f"{_CONFIG}/optim/fsdp.yaml:5"),
     },
-    memory=sides(less="model.use_liger", either="engine.* model.fsdp_config.*"),
+    memory=sides(less="model.use_liger model.exclude_modules", either="engine.* model.fsdp_config.*"),
     numbers=names("data.balance_dp_token"),
     no_effect=_NO_EFFECT,
     unknown="refused",
@@ -102,7 +102,10 @@ RL = RunKeys(
         "trainer.nnodes": (1, f"{_CONFIG}/ppo_trainer.yaml"),
     },
     memory=sides(
-        less="actor_rollout_ref.model.use_liger actor_rollout_ref.model.fused_kernel_options.*",
+        less="""
+        actor_rollout_ref.model.use_liger actor_rollout_ref.model.fused_kernel_options.*
+        actor_rollout_ref.model.exclude_modules
+        """,
         more="""
         actor_rollout_ref.rollout.gpu_memory_utilization
         actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.name
