@@ -235,6 +235,9 @@ def test_oumis_own_files_are_called_oumis() -> None:
     """They have a section ``fsdp``, too, which alone would look like another program's."""
     text = "model:\n  model_name: x\ntraining:\n  trainer_type: TRL_SFT\nfsdp:\n  enable_fsdp: true\n"
     assert [item.message for item in read_settings(text).errors] == ["an oumi training configuration"]
+    own = "model:\n  hidden_size: 8\ntraining:\n  batch_size: 4\nfsdp:\n  sharding_strategy: full_shard\n"
+    told = "a training description of another program (sections model and training)"
+    assert [item.message for item in read_settings(own).errors] == [told]
 
 
 @pytest.mark.parametrize("name", FOREIGN)

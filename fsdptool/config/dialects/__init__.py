@@ -215,7 +215,9 @@ def _foreign_format(root: Node) -> str | None:
     # oumi's files also have a section fsdp, so they are told by model and training first.
     model, training = root.get("model"), root.get("training")
     if model is not None and training is not None and model.node.kind == "map":
-        if model.node.get("model_name") is not None or "fsdp" in keys or "peft" in keys:
+        section = root.get("fsdp")
+        enabled = section is not None and section.node.kind == "map" and section.node.get("enable_fsdp")
+        if model.node.get("model_name") is not None or enabled or "peft" in keys:
             return "an oumi training configuration"
         return "a training description of another program (sections model and training)"
     section = root.get("fsdp")
