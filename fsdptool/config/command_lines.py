@@ -31,6 +31,7 @@ from fsdptool.config.shell import (
     parse_environment,
     plain,
 )
+from fsdptool.config.shell_variables import substituted
 from fsdptool.files.text import SourceText, UnreadableError, read_source
 from fsdptool.files.tree import Document, Entry, Included, Node, ParseError, parse_json_source, walk
 
@@ -161,14 +162,15 @@ class NamedFiles:
         roots = [_root_of(folder.absolute().resolve()) for folder in self.folders]
         return replace(self, allowed=partial(_below, tuple(roots), self.allowed))
 
-    def with_written(self, script: str, substituted: str) -> NamedFiles:
+    def with_written(self, script: str, substituted: str, *, plain_names: bool = False) -> NamedFiles:
         """Return these files and those that a script writes with here-documents.
 
         Args:
             script: Its text.
             substituted: Its text with the values of its variables.
+            plain_names: Whether its command is read without these values.
         """
-        written = here_documents(script, substituted)
+        written = here_documents(script, substituted, plain_names=plain_names)
         return replace(self, texts={**self.texts, **written}) if written else self
 
 
@@ -223,7 +225,8 @@ def read_lines(source: SourceText, files: NamedFiles | None = None) -> list[Line
     chosen = [item for item in commands if configures(item)]
     strong = [item for item in chosen if _states(item)]
     files = files or default_files(source.path)
-    reader = _Reader(source, files.with_written(source.text, source.text))
+    values = substituted(source.text, files)
+    reader = _Reader(source, files.with_written(source.text, values, plain_names=True))
     if not commands:
         return [reader.line(parse_command(source.text))]
     lines = [reader.line(command) for command in strong or chosen or commands[:1]]

@@ -16,13 +16,13 @@ from typing import Any
 
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
+from fsdptool.config.dialects.launches import with_ranks
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import (
     Launch,
     RunFile,
     may_shard,
     state_bits,
-    with_ranks,
 )
 from fsdptool.config.shell import (
     Command,
@@ -347,6 +347,7 @@ def _of_command(
             base,
             launch,
             source.path,
+            hints=" ".join(positional),
             environment=environment,
             beside=partial(_beside, files),
             unread=unread,

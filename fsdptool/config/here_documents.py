@@ -31,7 +31,7 @@ class _Document(NamedTuple):
     text: str
 
 
-def here_documents(text: str, substituted: str) -> dict[str, str]:
+def here_documents(text: str, substituted: str, *, plain_names: bool = False) -> dict[str, str]:
     """Return the files that a script writes, by the names that its command has for them.
 
     A file that is written twice, or that ``sed -i`` changes, is left out: which text counts is not known.
@@ -39,13 +39,15 @@ def here_documents(text: str, substituted: str) -> dict[str, str]:
     Args:
         text: The script. What stands under a quoted mark (``<<'EOF'``) keeps its variables.
         substituted: The script with the values of its variables.
+        plain_names: Whether the command is read without these values, so that names keep their variables.
     """
     documents = list(_documents(substituted))
     plain = list(_documents(text)) if text != substituted else documents
     written: dict[str, str | None] = {}
     for at, document in enumerate(documents):
-        body = plain[at].text if document.quoted and len(plain) == len(documents) else document.text
-        name = written_name(document.name)
+        aligned = len(plain) == len(documents)
+        body = plain[at].text if document.quoted and aligned else document.text
+        name = written_name(plain[at].name if plain_names and aligned else document.name)
         before = written.get(name)
         if name not in written and not document.appends:
             written[name] = body

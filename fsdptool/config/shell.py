@@ -36,6 +36,7 @@ _LIST = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """A variable that holds several arguments, by its form or its name."""
+_RESUMES = re.compile(r"\$\{?\w*RESUM\w*(?:\[[@*]\].*)?\}?", re.IGNORECASE | re.DOTALL)
 _LIMIT = 5000
 MOST = 50
 _NEST = 4
@@ -605,6 +606,8 @@ def without_lists(words: Sequence[str]) -> tuple[list[str], list[str]]:
     left: list[str] = []
     for word in words:
         is_value = bool(kept) and re.fullmatch(r"--?[A-Za-z][\w.-]*", kept[-1]) is not None
+        if _RESUMES.fullmatch(word) is not None and not is_value:
+            continue  # where a run is resumed from changes nothing
         is_list = _LIST.fullmatch(word) is not None and ("[" in word or not is_value)
         (left if is_list else kept).append(word)
     return kept, left

@@ -49,6 +49,11 @@ _COUNTED = re.compile(
 )
 """Ways in which scripts count the parts of a list with commas, as that of the visible GPUs."""
 _SPLIT = re.compile(rf"""IFS=["']?(\S)["']?\s+read\s+(?:-r\s+)?-r?a\s+({_NAME})\s*<<<\s*(.+)""", re.DOTALL)
+_ARRAY_LINES = re.compile(r"^[^#\n]*\b\w+\+?=\([ \t]*\n(?:(?![ \t]*\)).*\n)*", re.MULTILINE)
+_COMMENT = re.compile(
+    r"""^((?:[^"'#\n\\]|\\.|"[^"\n]*"|'[^'\n]*'|(?<=\S)#)*?)(?:(?<=\s)|^)#.*$""", re.MULTILINE
+)
+"""Comments within an array of several lines: an apostrophe there opens no quote."""
 _LENGTH = re.compile(rf"#({_NAME})\[[@*]\]")
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
 _BATCH_OPTION = re.compile(
@@ -92,6 +97,7 @@ def substituted(text: str, files: NamedFiles | None = None) -> str:
     if ("$" not in text and "`" not in text) or len(text) > _MOST:
         return text
     batch = batch_variables(text)
+    text = _ARRAY_LINES.sub(lambda found: _COMMENT.sub(r"\1", found[0]), text)
     script = _Script(files, batch)
     pieces: list[str] = []
     size = 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from test_described_runs import AXOLOTL, described
 
+from fsdptool.config import read_settings
 from fsdptool.config.described import describe_path
 
 SWIFT = "swift sft --model Qwen/Qwen3-8B --dataset d --max_length 1024 --per_device_train_batch_size 2"
@@ -21,6 +22,10 @@ FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetu
         ("export CUDA_VISIBLE_DEVICES=0,1\nNNODES=4 llamafactory-cli train run.yaml", 8, 4),
         ("CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=2 llamafactory-cli train run.yaml", 2, 1),
         ("llamafactory-cli train run.yaml", None, None),
+        ("NPROC_PER_NODE=8 NNODES=$WORLD llamafactory-cli train run.yaml", None, None),
+        ("python -m llamafactory.cli train run.yaml", None, None),
+        ("CUDA_VISIBLE_DEVICES=0,1 python -m llamafactory.cli train run.yaml", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=0,1 python src/train.py run.yaml", 1, 1),
         ("CUDA_VISIBLE_DEVICES=0,1 deepspeed src/train.py run.yaml", 2, 1),
         ("CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 1 src/train.py run.yaml", 1, 1),
         ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node=gpu --nnodes=2 src/train.py run.yaml", 6, 2),
@@ -204,3 +209,47 @@ def test_a_settings_file_that_a_script_writes_keeps_the_lines_of_its_values(tmp_
     run = describe_path(script)
     assert run is not None
     assert (run.model, run.lora_rank, run.micro_batch) == ("org/Llama-3.1-8B (mine)", 8, 2)
+    assert {item.code for item in read_settings(script).diagnostics} == {"FSD113"}
+
+
+@pytest.mark.parametrize("recipe", ["full_finetune_distributed", "-m mine.full_finetune_distributed"])
+def test_a_recipe_of_torchtune_counts_the_nodes_of_its_command(tmp_path: Path, recipe: str) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: {_component_: torchtune.models.qwen2_5.qwen2_5_3b}\n"
+        "optimizer: {_component_: torch.optim.AdamW}\nbatch_size: 2\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "srun tune run --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d"
+        f" {recipe} --config run.yaml dtype=bf16\n"
+    )
+    run = describe_path(script)
+    assert run is not None
+    assert (run.processes, run.fsdp, run.global_batch) == (16, 2, 32)
+    assert not any("unknown keys" in note for note in run.notes)
+
+
+def test_comments_of_an_array_open_no_quote() -> None:
+    run = described(
+        "CMD=(\n  swift/cli/sft.py\n  --model Qwen/Qwen3-8B --dataset a#5  # it's small\n"
+        "  # the tool's ``delete``\n  --tuner_type lora --lora_rank 4\n)\n"
+        "printf '%s ' now\ntorchrun --nproc_per_node 2 \"${CMD[@]}\" $RESUME_ARGS\n"
+    )
+    assert (run.program, run.lora_rank, run.processes, run.unresolved) == ("ms-swift", 4, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "compute", "stops"),
+    [
+        ("", "bf16", False),
+        ("--torch_dtype float32", "fp16", False),
+        ("--torch_dtype float32 --fp16 false", "fp32", False),
+        ("--torch_dtype float32 --bf16 true --fp16 false", "bf16", False),
+        ("--torch_dtype float16 --bf16 false", "fp16", False),
+        ("--torch_dtype bfloat16 --fp16 true", "fp16", True),
+    ],
+)
+def test_switches_of_swift_decide_beside_the_dtype_of_weights(flags: str, compute: str, stops: bool) -> None:
+    run = described(f"{SWIFT} {flags}\n")
+    assert run.compute_dtype == compute
+    assert any("both on" in item for item in run.problems) == stops

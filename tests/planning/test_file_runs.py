@@ -734,6 +734,11 @@ def test_a_model_that_megatron_divides_is_refused(model: str, tmp_path: Path) ->
     line = "megatron sft --model org/model --tensor_model_parallel_size 2 --max_length 64\n"
     with pytest.raises(PlanError, match="Megatron divides this model"):
         planned(tmp_path / "run.sh", line, model)
+    file = (
+        "model_name_or_path: org/model\nstage: sft\ndo_train: true\nfinetuning_type: full\ncutoff_len: 64\n"
+    )
+    with pytest.raises(PlanError, match="Megatron divides this model"):
+        planned(tmp_path / "run.yaml", f"{file}pipeline_model_parallel_size: 2\n", model)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from fsdptool.records.described_run import (
     UnmodelledKey,
 )
 from fsdptool.source.known_models import family_of_name
-from fsdptool.spelling import integer
 
 DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
@@ -188,47 +187,6 @@ class RunFile:
     unread: str | None = None
     added: tuple[str, ...] = ()
     groups: Mapping[str, str] = field(default_factory=dict)
-
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-
-
-def visible_devices(environment: Mapping[str, str]) -> int | None:
-    """Return how many GPUs variables of a script show to its command; None: they do not say."""
-    for name in _VISIBLE:
-        listed = environment.get(name, "").strip(" ,")
-        if re.fullmatch(r"[\w.-]+(?:\s*,\s*[\w.-]+)*", listed) and listed != "-1":
-            return listed.count(",") + 1
-    return None
-
-
-def _takes_visible(launch: Launch, flags: Mapping[str, Any]) -> bool:
-    """Whether a launcher starts a process on each GPU that its environment shows.
-
-    accelerate 1.15 ``commands/launch.py``, which ``axolotl train`` runs; LLaMA-Factory 0.9.5 ``launcher.py``;
-    deepspeed 0.18 ``launcher/runner.py``; torchrun's ``--nproc-per-node gpu``.
-    """
-    match launch.program:
-        case "accelerate":
-            return launch.unread is None and not {"config_file", "num_processes"} & flags.keys()
-        case "deepspeed":
-            return not {"num_gpus", "include", "exclude", "hostfile", "h"} & flags.keys()
-        case "torchrun":
-            return flags.get("nproc_per_node") in ("gpu", "auto")
-        case "axolotl" | "llamafactory-cli" | "lmf":
-            return launch.verb == "train"
-    return False
-
-
-def with_ranks(launch: Launch, flags: Mapping[str, Any], environment: Mapping[str, str]) -> Launch:
-    """Return a launch with the ranks that variables of its script say where its flags leave them open."""
-    each = integer(environment.get("NPROC_PER_NODE"))
-    if each is None and launch.processes is None and _takes_visible(launch, flags):
-        each = visible_devices(environment)
-    if launch.processes not in (None, 1) or each is None:
-        return launch
-    nodes = integer(environment.get("NNODES")) or launch.nodes or 1
-    return replace(launch, processes=each * nodes, nodes=nodes)
 
 
 _NO_FSDP = ("multi_gpu", "single_gpu", "ddp", "cpu", "deepspeed", "zero", "ds_")

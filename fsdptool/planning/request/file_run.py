@@ -71,7 +71,7 @@ LAUNCHED = ("trl", "trainer", "llamafactory", "diffusers", "ms-swift")
 """Programs that ``accelerate launch`` can start with a sharding of its own configuration."""
 _PER_NODE = 8
 """GPUs that are linked inside most machines (NVIDIA HGX and DGX, AMD MI300X platforms)."""
-_OTHER_ENGINE = ("verl", "ms-swift")
+_OTHER_ENGINE = ("verl", "ms-swift", "llamafactory")
 """Programs that divide a model over ranks without FSDP only with Megatron."""
 _OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     **{name: (name, "auto") for name in get_args(OptimizerName)},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdptool.config.dialects.launches import ranks_of
 from fsdptool.config.dialects.ms_swift.run_keys import KEYS
 from fsdptool.config.dialects.run_reader import RunFile, RunKeys, RunReader, dtype_word
 from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
@@ -26,7 +27,7 @@ def describe(file: RunFile) -> DescribedRun:
     read = RunReader(file, _KEYS)
     mesh = DescribedMesh(**{name: read.whole(key) or 1 for name, key in _SIZES.items()})
     ranks = integer(file.environment.get("NPROC_PER_NODE"))
-    processes = ranks * (integer(file.environment.get("NNODES")) or 1) if ranks is not None else None
+    processes = ranks_of(file.environment, ranks, None)[0] if ranks is not None else None
     micro, total = read.whole("micro_batch_size") or 1, read.whole("global_batch_size") or 16
     shared = (mesh.tp or 1) * (mesh.pp or 1) * (mesh.cp or 1)
     steps = total // (micro * max(1, processes // shared)) if processes else None

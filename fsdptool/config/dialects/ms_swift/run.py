@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fsdptool.config.dialects.launches import ranks_of, visible_devices
 from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SECOND, SHIPPED, THIRD
 from fsdptool.config.dialects.run_reader import (
     RunFile,
@@ -22,7 +23,6 @@ from fsdptool.config.dialects.run_reader import (
     global_batch,
     saved_modules,
     state_bits,
-    visible_devices,
 )
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
@@ -66,7 +66,7 @@ def describe(file: RunFile) -> DescribedRun:
     facts |= {name: sharding[name] for name in ("fsdp", "reshard", "cpu_offload") if name in sharding}
     method = (read.text("tuner_type") or "lora").lower()
     base = dtype_word(read.text("torch_dtype")) or "checkpoint"
-    compute = "fp16" if base in ("fp32", "fp16") else "bf16"
+    compute = _compute(read, base)
     bits = read.whole("quant_bits") or None
     quantised = (read.text("quant_method") is not None or keys is SECOND) and bits is not None
     if bits is not None and not quantised:
@@ -150,12 +150,12 @@ def _processes(read: RunReader, file: RunFile) -> int | None:
     ranks = integer(file.environment.get("NPROC_PER_NODE"))
     found = launch.processes
     if found is None and ranks is not None:
-        found = ranks * (integer(file.environment.get("NNODES")) or 1)
+        found, _ = ranks_of(file.environment, ranks, None)
     if found is None and visible is not None and (visible == 1 or launch.program in ("accelerate", "swift")):
         found = visible if launch.program == "accelerate" else 1
-    if visible is not None and launch.program == "swift" and visible > (ranks or 1):
+    if visible is not None and launch.program == "swift" and visible // (ranks or 1) > 1:
         read.notes.append(
-            f"{ranks or 1} processes share {visible} GPUs: layers are divided among the GPUs of each "
+            f"each process has several of the {visible} visible GPUs: its layers are divided among them "
             "(device_map auto), which is not planned"
         )
         read.unmodelled("CUDA_VISIBLE_DEVICES", "less")
@@ -172,6 +172,21 @@ def _objective(read: RunReader, file: RunFile) -> str:
     if kind is None and task is not None:
         return task
     return {"rm": "reward"}.get(kind, kind) if kind else "pretrain" if verb == "pt" else "sft"
+
+
+def _compute(read: RunReader, base: str) -> str:
+    """Return the dtype of autocast: that of the weights, unless a switch says otherwise.
+
+    ``arguments/base_args/model_args.py:_init_mixed_precision``: a switch that is not given follows them.
+    """
+    full = base in ("fp32", "fp16")
+    half = read.flag("fp16") if read.has("fp16") else full
+    brain = read.flag("bf16") if read.has("bf16") else not full
+    if half and brain and base == "bf16":
+        read.problems.append("fp16 beside torch_dtype bfloat16 switches both on: transformers stops")
+    if half and read.has("fp16"):
+        return "fp16"
+    return "bf16" if brain else "fp16" if half else base
 
 
 def _length(read: RunReader) -> int | None:

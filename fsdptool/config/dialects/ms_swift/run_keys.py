@@ -88,6 +88,8 @@ KEYS = RunKeys(
     ref_model_sync_steps ref_model_type repetition_* response_length reward_model_revision rlsd_*
     rollout_importance_sampling_* sdar_* soft_cache_length soft_max_length tau_neg tau_pos
     teacher_deepspeed teacher_kl_coef teacher_model_revision teacher_model_server teacher_model_type
+    generation_batch_size steps_per_generation generation_kwargs min_p mask_truncated_completions
+    disable_dropout num_completions_to_print wandb_log_unique_prompts shuffle_dataset
     teacher_model_group top_entropy_quantile top_logprobs use_mopd vf_coef whiten_rewards
     """),
     unknown="refused",

@@ -99,8 +99,8 @@ def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, i
 
     DPO of a whole model has a distributed recipe only (``recipes/full_dpo_distributed.py``).
     """
-    named = " ".join(map(str, file.data)) if file.launch.program == "tune" else ""
-    words = f"{file.launch.verb} {named} {file.hints}".replace("multi-device", "distributed")
+    read.use("m")
+    words = f"{file.launch.verb} {read.raw('m')} {file.hints}".replace("multi-device", "distributed")
     first = re.search(r"single[_ ]device|distributed", words)
     if any(read.has(key) for key in _DISTRIBUTED) or read.has("grpo_samples") or whole_dpo:
         distributed = True
@@ -111,7 +111,8 @@ def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, i
     else:
         distributed = False
         read.notes.append("the file does not say which recipe reads it: taken for one of a single device")
-    ranks = file.launch.processes or read.whole("nproc_per_node")
+    each, nodes = read.whole("nproc_per_node"), read.whole("nnodes") or 1
+    ranks = file.launch.processes or (None if each is None else each * nodes)
     return distributed, ranks if distributed else 1
 
 

@@ -42,7 +42,7 @@ KEYS = RunKeys(
     ref_policy_checkpointer ref_policy_checkpointer.* value_checkpointer value_checkpointer.*
     reward_checkpointer reward_checkpointer.* num_steps ppo_epochs temperature top_k min_response_length
     penalise_no_eos reward_penalty stop_token_ids save_every_n_epochs reward_functions reward_functions.*
-    gradient_accumulation_steps ac_mode ac_option
+    gradient_accumulation_steps ac_mode ac_option nnodes rdzv_* node_rank master_* standalone max_restarts
     """),
     unknown="dropped",
     learning={
