@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fsdptool.records.recipe import Lora
     from fsdptool.records.resolved_run import ResolvedRun
     from fsdptool.records.sharding import UnitPlan
-    from fsdptool.records.tensor_plan import TensorPlan
+    from fsdptool.records.tensor_plan import Placement, TensorPlan
 
 
 def check_tensor_parallel(run: ResolvedRun) -> None:
@@ -214,12 +214,60 @@ def _restored(data: Any, published: Anatomy) -> TrainedModel | None:
     return TrainedModel(dataclasses.replace(published, **changes), replicated, published)
 
 
-def plan_units(anatomy: Anatomy | TrainedModel, run: ResolvedRun) -> UnitPlan:
+@dataclass(frozen=True, slots=True)
+class DividedModel:
+    """What the tensor- and expert-parallel groups of a run leave to one rank.
+
+    Attributes:
+        anatomy: The local model of a rank; the whole one where no group divides it.
+        tensor: How a tensor-parallel group divides it, or None.
+        experts: How an expert-parallel group shares out its experts, or None.
+        placements: Of every parameter, in the order of the anatomy; empty where nothing is divided.
+    """
+
+    anatomy: Anatomy
+    tensor: TensorPlan | None
+    experts: TensorPlan | None
+    placements: tuple[Placement, ...]
+
+
+Groups = tuple[int, int, bool]
+"""What a division of one model under one method depends on: ``tp``, ``ep`` and ``sequence_parallel``."""
+
+
+def _divide(trained: TrainedModel, run: ResolvedRun) -> DividedModel:
+    """Return what one rank holds of a model.
+
+    Raises:
+        ConfigError: The model cannot be divided so.
+    """
+    experts = _expert_division(trained, run.mesh.ep)
+    tensor = _tensor_division(trained, run, _spread(experts))
+    anatomy, placed = trained.anatomy, None
+    for plan in (tensor, experts):
+        if plan is not None:
+            own = placements(trained.anatomy.parameters, plan)
+            anatomy, placed = localise(anatomy, plan), own if placed is None else merged(placed, own)
+    return DividedModel(anatomy, tensor, experts, placed or ())
+
+
+def _spread(experts: TensorPlan | None) -> list[str]:
+    """Return the modules whose experts a group shares out."""
+    return [module.path for module in experts.modules] if experts is not None else []
+
+
+def plan_units(
+    anatomy: Anatomy | TrainedModel,
+    run: ResolvedRun,
+    *,
+    divisions: dict[Groups, DividedModel] | None = None,
+) -> UnitPlan:
     """Return the units of a run.
 
     Args:
         anatomy: Of the model as published, or what :func:`as_trained` made of it.
         run: Method, dtypes, sharding and mesh.
+        divisions: Divisions of this model that earlier calls found; a new one is added.
 
     Raises:
         ConfigError: The settings or the method do not suit the model.
@@ -229,21 +277,22 @@ def plan_units(anatomy: Anatomy | TrainedModel, run: ResolvedRun) -> UnitPlan:
     if run.mesh.tp > 1:
         check_tensor_parallel(run)
     trained = anatomy if isinstance(anatomy, TrainedModel) else as_trained(anatomy, run.recipe)
-    experts = _expert_division(trained, run.mesh.ep)
-    spread = [module.path for module in experts.modules] if experts is not None else []
-    tensor = _tensor_division(trained, run, spread)
-    anatomy, placed = trained.anatomy, None
-    for plan in (tensor, experts):
-        if plan is not None:
-            own = placements(trained.anatomy.parameters, plan)
-            anatomy, placed = localise(anatomy, plan), own if placed is None else merged(placed, own)
+    groups = (run.mesh.tp, run.mesh.ep, run.recipe.sharding.sequence_parallel)
+    divided = divisions.get(groups) if divisions is not None else None
+    if divided is None:
+        divided = _divide(trained, run)
+        if divisions is not None:
+            divisions[groups] = divided
+    local = divided.anatomy
     wrapped = run.loop.wraps_adapters and trained.published is not None
     if wrapped and run.sharding.layout == "accelerate":
-        anatomy = dataclasses.replace(anatomy, final_norm=None)
-    units = group(anatomy, run.sharding, replicated=trained.replicated, experts=spread)
+        local = dataclasses.replace(local, final_norm=None)
+    units = group(local, run.sharding, replicated=trained.replicated, experts=_spread(divided.experts))
     if run.loop.tiles is not None and run.recipe.objective.fused:
-        units = _with_head_not_called(units, anatomy)
-    return dataclasses.replace(units, tensor=tensor, experts=experts, placements=placed or ())
+        units = _with_head_not_called(units, local)
+    return dataclasses.replace(
+        units, tensor=divided.tensor, experts=divided.experts, placements=divided.placements
+    )
 
 
 def _with_head_not_called(units: UnitPlan, anatomy: Anatomy) -> UnitPlan:

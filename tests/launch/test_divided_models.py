@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,24 @@ def answers(name: str, folder: Path) -> list[bool]:
             if isinstance(plan, str):
                 assert ("tp_size" if tp > 1 else "sharding.expert_parallel") in plan
     return accepted
+
+
+def test_points_of_one_search_have_the_units_that_each_has_alone() -> None:
+    """What a search keeps for further points is kept by all that the units depend on."""
+    spec = resolve("mixtral:8x7b", overrides={"num_hidden_layers": 2, "vocab_size": 512})
+    anatomy, cluster = inspect(spec), Cluster(None, 8)
+    recipe = Recipe(ModelChoice("mixtral:8x7b", weights="random"), steps=1)
+    run = resolve_run(recipe, FsdpSettings(mixed_precision="no", use_cpu=True, num_processes=8))
+    points = [
+        replace(point_of(run), dp_shard=8 // tp, tp=tp, ep=ep, sequence_parallel=sequence, reduce_dtype=dtype)
+        for tp, ep, sequence in ((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (1, 2, False))
+        for dtype in ("float32", "bfloat16")
+    ]
+    shared = Estimator(spec, anatomy, run)
+    found = [shared.units_of(point, cluster) for point in points]
+    for index, point in enumerate(points):
+        assert found[index] == Estimator(spec, anatomy, run).units_of(point, cluster)
+        assert not any(found[index] == other for other in found[:index])
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -59,7 +59,7 @@ from fsdptool.tensor.sites import experts_of
 
 if TYPE_CHECKING:
     from fsdptool.memory.simulation.simulate import PreparedSimulation
-    from fsdptool.modeling.units import TrainedModel
+    from fsdptool.modeling.units import DividedModel, Groups, TrainedModel
     from fsdptool.records.trace import Trace
 
 
@@ -146,7 +146,9 @@ class Estimator:
     _traces: dict[str, Trace] = field(default_factory=dict)
     _costs: dict[Any, list[ModuleSeconds]] = field(default_factory=dict)
     _flops: dict[int, float] = field(default_factory=dict)
+    _divisions: dict[Groups, DividedModel] = field(default_factory=dict)
     _units: dict[Any, UnitPlan] = field(default_factory=dict)
+    _held: dict[Any, Rank] = field(default_factory=dict)
     _ranks: dict[Any, RankState] = field(default_factory=dict)
     _states: dict[Any, States] = field(default_factory=dict)
     _idle: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -339,6 +341,7 @@ class Estimator:
             _units={key: cut_units(item, trace, stage) for key, item in self._units.items()},
             _costs={},
             _flops={},
+            _held={},
             _ranks={},
             _states={},
             _idle={},
@@ -453,7 +456,7 @@ class Estimator:
         key = next(key for key, trace in self._traces.items() if trace.known)
         units = self._grouped_units(point, run)
         idle = self._without_gradient(units, key)
-        rank = hold_units(units, run.mesh, DEVICES[self.profile])
+        rank = self._hold(point, run, units)
         states = self._states_of(point, run, units, idle)
         return least_bytes(rank, states, idle) + sum(outside_allocator(point, cluster, machine))
 
@@ -489,10 +492,17 @@ class Estimator:
         divided = (point.tp, point.ep, point.sequence_parallel, run.mesh.shard_degree)
         key = (*layout, *divided, point.optimizer_implementation, idle)
         if key not in self._states:
-            rank = hold_units(units, run.mesh, DEVICES[self.profile])
+            rank = self._hold(point, run, units)
             cuda = rank.device.host_apart
             self._states[key] = rank_states(rank, run.recipe, cuda=cuda, without_gradient=idle)
         return self._states[key]
+
+    def _hold(self, point: SearchPoint, run: ResolvedRun, units: UnitPlan) -> Rank:
+        """Return what a rank holds of a point's units: once for points that differ in their batch only."""
+        key = (*_grouping(point), run.mesh.shard_degree)
+        if key not in self._held:
+            self._held[key] = hold_units(units, run.mesh, DEVICES[self.profile])
+        return self._held[key]
 
     def _without_gradient(self, units: UnitPlan, key: str) -> frozenset[str]:
         """Return the trainable parameters that no gradient reaches, by the trace of a key."""
@@ -509,7 +519,7 @@ class Estimator:
     def _plan_units(self, run: ResolvedRun) -> UnitPlan:
         from fsdptool.modeling.units import plan_units
 
-        return plan_units(self._as_trained(), run)
+        return plan_units(self._as_trained(), run, divisions=self._divisions)
 
     def _as_trained(self) -> TrainedModel:
         """Return the model as it will be trained."""
