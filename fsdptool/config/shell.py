@@ -66,8 +66,8 @@ _MODULES = {
 _COMMANDS = {
     "accelerate": ("launch",),
     "axolotl": ("train",),
-    "llamafactory-cli": ("train",),
-    "lmf": ("train",),
+    "llamafactory-cli": ("train", "sft", "dpo", "rm"),
+    "lmf": ("train", "sft", "dpo", "rm"),
     "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "orpo", "cpo", "gkd", "nash_md", "online_dpo"),
     "tune": ("run",),
     "swift": ("sft", "pt", "rlhf"),

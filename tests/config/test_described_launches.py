@@ -155,6 +155,9 @@ def test_what_llamafactory_reads_elsewhere_is_known() -> None:
     ("keys", "method", "quantisation", "told"),
     [
         ("peft_config: {name: freeze, freeze_trainable_layers: 2}", "freeze", "none", "peft_config"),
+        ("dist_config: {name: fsdpturbo, ep_size: 4, ep_dispatcher: eager}", "full", "none",
+         "dist_config.ep_modules"),
+        ("mtp_config: {name: mtp, num_layers: 1}", "full", "none", "mtp_config"),
         ("peft_config: {name: lora, r: 8}\nquant_config: {name: bnb, quantization_bit: 8}",
          "lora8bit", "bnb int8", None),
         ("dist_config: {name: deepspeed, config_file: z3.json}", "full", "none", "dist_config.config_file"),
@@ -166,6 +169,41 @@ def test_files_of_llamafactory_v1_tell_their_method(
     run = described(f"model: Qwen/Qwen3-8B\nmodel_class: llm\ncutoff_len: 512\ntrain_dataset: d\n{keys}\n")
     assert (run.method, run.quantisation, run.problems) == (method, quantisation, ())
     assert [item.key for item in run.keys.not_modelled] == ([told] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "objective"),
+    [
+        ("llamafactory-cli sft", "model_class: llm", "sft"),
+        ("lmf dpo", "model_class: llm", "dpo"),
+        ("llamafactory-cli rm", "model_class: llm", "reward"),
+        ("llamafactory-cli train", "model_class: cls", "reward"),
+    ],
+)
+def test_commands_of_llamafactory_v1_are_its_objectives(
+    tmp_path: Path, command: str, keys: str, objective: str
+) -> None:
+    (tmp_path / "v1.yaml").write_text(f"model: org/model\n{keys}\ntrain_dataset: d\ncutoff_len: 64\n")
+    script = tmp_path / "run.sh"
+    script.write_text(f"USE_V1=1 CUDA_VISIBLE_DEVICES=0,1 {command} v1.yaml\n")
+    run = describe_path(script)
+    assert run is not None
+    assert (run.objective, run.processes) == (objective, 2)
+
+
+def test_files_of_megatron_swift_are_read_as_its_command_is() -> None:
+    text = "model: org/model\ntuner_type: full\nmicro_batch_size: 2\nglobal_batch_size: 16\nlr: 1e-5\n"
+    run = described(f"{text}max_length: 64\ntensor_model_parallel_size: 2\n")
+    assert (run.program, run.micro_batch, run.global_batch, run.mesh.tp) == ("ms-swift", 2, 16, 2)
+    assert run.problems == ()
+    role = "train: {gpus: 4, tuner_type: lora, pipeline_model_parallel_size: 2}\nrollout: {gpus: 4}\n"
+    ray = described(text.replace("tuner_type: full", "rlhf_type: grpo") + role)
+    assert (ray.objective, ray.method, ray.mesh.pp, ray.processes) == ("grpo", "lora", 2, 4)
+
+
+def test_the_workers_of_ray_are_the_ranks_of_axolotl() -> None:
+    assert described(f"{AXOLOTL}use_ray: true\nray_num_workers: 4\n").processes == 4
+    assert described(f"{AXOLOTL}ray_num_workers: 4\n").processes is None
 
 
 def test_a_teacher_and_gradients_of_every_micro_batch_are_told_of_axolotl() -> None:

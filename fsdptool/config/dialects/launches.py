@@ -36,7 +36,7 @@ def _takes_visible(launch: Launch, flags: Mapping[str, Any]) -> bool:
         case "torchrun":
             return flags.get("nproc_per_node") in ("gpu", "auto")
         case "axolotl" | "llamafactory-cli" | "lmf":
-            return launch.verb == "train"
+            return True
         case "python":
             return launch.script == _CLI
     return False

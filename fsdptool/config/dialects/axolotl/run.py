@@ -126,6 +126,8 @@ def describe(file: RunFile) -> DescribedRun:
 def _processes(read: RunReader) -> int | None:
     """Return the ranks: ``axolotl train`` hands flags of its launcher on (``cli/utils/args.py``)."""
     launch = read.file.launch
+    if read.switched_on("use_ray") and launch.processes is None:  # cli/train.py: Ray's TorchTrainer
+        return read.whole("ray_num_workers")
     if launch.program != "axolotl":
         return launch.processes
     each = read.whole("nproc_per_node")

@@ -146,19 +146,29 @@ def _quantisation(read: RunReader, bits: int | None) -> str:
     return f"bnb nf{bits}, {double} quantisation, storage = compute dtype"
 
 
+def _objective_v1(read: RunReader, verb: str) -> str:
+    """Return the objective: v1 has a command for each, and loads another class for rewards."""
+    if verb == "rm" or read.raw("model_class") == "cls":
+        read.use("model_class")
+        return "reward"
+    return "dpo" if verb == "dpo" else "sft"
+
+
 def _describe_v1(file: RunFile) -> DescribedRun:
     """Return the run of a file in the v1 format: full training stores fp32, and FSDP2 reduces in fp32."""
     read = RunReader(file, V1)
     dist = read.raw("dist_config")
     read.use("dist_config.name", "dist_config.reshard_after_forward", "dist_config.offload_params")
     dist = dist if isinstance(dist, Mapping) else {}
-    fsdp = dist.get("name") == "fsdp2"
+    fsdp = dist.get("name") in ("fsdp2", "fsdpturbo")
+    if dist.get("name") == "fsdpturbo":  # FSDP2 with experts of its own sharding, after 0.9.5
+        read.unmodelled("dist_config.ep_modules", None)
     if dist.get("name") == "deepspeed":
         read.notes.append("DeepSpeed is out of scope: the FSDP2 equivalent is dist_config with name fsdp2")
         read.unmodelled("dist_config.config_file", None)
     cp = read.whole("dist_config.cp_size", "cp_size") or 1
     read.use("dist_config.cp_mode", "cp_mode")
-    mesh = DescribedMesh(cp=cp)
+    mesh = DescribedMesh(cp=cp, ep=read.whole("dist_config.ep_size") or 1)
     micro = read.whole("micro_batch_size")
     wanted = read.whole("global_batch_size")
     processes = file.launch.processes
@@ -198,7 +208,7 @@ def _describe_v1(file: RunFile) -> DescribedRun:
         stored_dtype="fp32",
         compute_dtype=compute,
         reduce_dtype="fp32",
-        objective=file.launch.verb if file.launch.verb in ("dpo", "rm") else "sft",
+        objective=_objective_v1(read, file.launch.verb),
         sequence_length=read.whole("cutoff_len"),
         packing="padding_free" in strategy,
         micro_batch=micro,

@@ -107,11 +107,11 @@ V1 = RunKeys(
         "flash_attn": ("sdpa", "v1/config/model_args.py"),
         "optim_config": (None, "v1/core/base_trainer.py: torch.optim.AdamW"),
     },
-    memory=sides(either="kernel_config init_config optim_config"),
+    memory=sides(more="mtp_config", either="kernel_config init_config optim_config"),
     no_effect=names("""
     model_class template trust_remote_code train_dataset eval_dataset output_dir learning_rate
     max_grad_norm batching_workers lr_scheduler_config seed full_determinism resume_from_checkpoint
-    dist_config.config_file
+    dist_config.config_file dist_config.ep_* dist_config.param_dtype dist_config.reduce_dtype
     save_* logging_steps sample_backend max_new_tokens dist_config.dcp_path dist_config.name
 """),
     unknown="refused",

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from fsdptool.records.described_run import DescribedRun
 
 _OWN = frozenset({"tuner_type", "train_type", "sft_type", "rlhf_type"})
+_MEGATRON = frozenset([
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "micro_batch_size", "recompute_granularity", "attention_backend",
+])  # fmt: skip
+"""Keys that only ``megatron sft`` takes, whose files are like those of ``swift sft`` otherwise."""
 _COMMON = frozenset([
     "torch_dtype", "per_device_train_batch_size", "target_modules", "attn_impl", "max_length", "lora_rank",
     "num_train_epochs", "split_dataset_ratio",
@@ -31,7 +36,9 @@ class MsSwift(RunFormat):
             return self.describes(inner.node)
         if "model" not in keys and "model_id_or_path" not in keys:
             return 0.0
-        if keys & {"model_name_or_path", "base_model", "tensor_model_parallel_size", "model_class"}:
+        if keys & {"model_name_or_path", "base_model", "model_class"}:
+            return 0.0
+        if "tensor_model_parallel_size" in keys and not keys & _OWN:
             return 0.0
         if keys & _OWN:
             return 1.0
@@ -45,7 +52,7 @@ class MsSwift(RunFormat):
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a file or a command line."""
-        if file.launch.program == "megatron":
+        if file.launch.program == "megatron" or (not file.launch.program and file.data.keys() & _MEGATRON):
             from fsdptool.config.dialects.ms_swift import megatron
 
             return megatron.describe(file)

@@ -5,6 +5,7 @@ Source: ms-swift 4.6.0 ``swift/megatron/arguments/megatron_base_args.py`` and ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdptool.config.dialects.launches import ranks_of
@@ -23,11 +24,18 @@ _SIZES = {
 
 
 def describe(file: RunFile) -> DescribedRun:
-    """Return the run of a command line; its verdict is unknown."""
+    """Return the run of a command line or a file; its verdict is unknown.
+
+    With Ray, what trains stands in a section of its own.
+    """
+    role = file.data.get("train")
+    if isinstance(role, Mapping):
+        file = replace(file, data={**file.data, **role})
     read = RunReader(file, _KEYS)
     mesh = DescribedMesh(**{name: read.whole(key) or 1 for name, key in _SIZES.items()})
     ranks = integer(file.environment.get("NPROC_PER_NODE"))
     processes = ranks_of(file.environment, ranks, None)[0] if ranks is not None else None
+    processes = processes or read.whole("gpus")
     micro, total = read.whole("micro_batch_size") or 1, read.whole("global_batch_size") or 16
     shared = (mesh.tp or 1) * (mesh.pp or 1) * (mesh.cp or 1)
     steps = total // (micro * max(1, processes // shared)) if processes else None
