@@ -12,15 +12,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fsdptool.config.here_documents import settings_written
 from fsdptool.config.shell import enclosed, spans_of, words_of
-from fsdptool.files.text import UnreadableError
+from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node
-
-if TYPE_CHECKING:
-    from fsdptool.config.command_lines import NamedFiles
 
 _KNOWN = {"HOME": "~", "PWD": "."}
 """Variables of every shell, as paths that need no variable."""
@@ -69,6 +66,14 @@ _SHELL, _SOURCED = (".sh", ".bash", ".env"), 20
 _MOST = 2_000_000
 """Characters of a script, and of what becomes of it: a longer one stays as it is."""
 
+
+class Files(Protocol):
+    """What reads the files that a script sources (:class:`fsdptool.config.command_lines.NamedFiles`)."""
+
+    def read(self, name: str, endings: tuple[str, ...] = ...) -> SourceText | str:
+        """Return a file's text, or why it is not read."""
+
+
 Value = str | tuple[str, ...] | None
 """A text, an array, or None for what is not known."""
 
@@ -87,7 +92,7 @@ class _Block:
     ran: bool = False
 
 
-def substituted(text: str, files: NamedFiles | None = None) -> str:
+def substituted(text: str, files: Files | None = None) -> str:
     """Return a script with its variables replaced by what it assigned to them; others stay.
 
     Args:
@@ -199,7 +204,7 @@ def _count(value: str | None) -> int | None:
 class _Script:
     """The variables at one place of a script."""
 
-    def __init__(self, files: NamedFiles | None, batch: Mapping[str, str]) -> None:
+    def __init__(self, files: Files | None, batch: Mapping[str, str]) -> None:
         self.blocks = [_Block("script", dict(batch))]
         self.files = files
         self.sourced = 0

@@ -291,3 +291,20 @@ def test_switches_of_swift_decide_beside_the_dtype_of_weights(flags: str, comput
     run = described(f"{SWIFT} {flags}\n")
     assert run.compute_dtype == compute
     assert any("both on" in item for item in run.problems) == stops
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (f"{FACTORY}freeze_vision_tower: %s\n", "freeze_vision_tower"),
+        (f"{SWIFT} --tuner_type lora --freeze_vit %s\n", "freeze_vit"),
+    ],
+)
+def test_a_frozen_tower_of_a_model_that_is_trained_whole_is_told(text: str, key: str) -> None:
+    def told(switch: str, method: str) -> bool:
+        run = described((text % switch).replace("lora", method))
+        return key in {item.key for item in run.keys.not_modelled}
+
+    assert told("true", "full")
+    assert not told("false", "full")
+    assert not told("true", "lora")

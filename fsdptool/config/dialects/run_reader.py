@@ -631,6 +631,15 @@ def saved_modules(read: RunReader, key: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
+def told_frozen(read: RunReader, keys: Iterable[str], *, full: bool) -> None:
+    """Tell the switches that freeze a part of a multimodal model which is trained whole otherwise."""
+    for key in keys:
+        if full and read.switched_on(key):
+            read.unmodelled(key, "less")
+        else:
+            read.use(key)
+
+
 def _is_whole(value: float) -> bool:
     return math.isfinite(value) and abs(value) < _LARGEST
 

@@ -18,6 +18,7 @@ from fsdptool.config.dialects.run_reader import (
     global_batch,
     saved_modules,
     state_bits,
+    told_frozen,
 )
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
@@ -56,9 +57,8 @@ def describe(file: RunFile) -> DescribedRun:
         "gradient_checkpointing",
         "lora_alpha",
         "do_train",
-        "freeze_vision_tower",
-        "freeze_multi_modal_projector",
     )
+    told_frozen(read, ("freeze_vision_tower", "freeze_multi_modal_projector"), full=kind == "full")
     if pure or (read.flag("fp8") and facts["compute_dtype"] == "fp32"):
         # train/fp8_utils.py:134 and :225: accelerate's fp8, which computes the rest under bf16 autocast.
         facts["compute_dtype"] = "bf16"

@@ -23,6 +23,7 @@ from fsdptool.config.dialects.run_reader import (
     global_batch,
     saved_modules,
     state_bits,
+    told_frozen,
 )
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
@@ -85,7 +86,8 @@ def describe(file: RunFile) -> DescribedRun:
         "flash_attn" if read.flag("use_flash_attn") else None  # until 3.0
     )
     attention = attention or read.default("attn_impl", "sdpa", "transformers' default")
-    read.use("freeze_vit", "freeze_aligner", "vit_gradient_checkpointing", "packing_length")
+    read.use("vit_gradient_checkpointing", "packing_length")
+    told_frozen(read, ("freeze_vit", "freeze_aligner"), full=method == "full")
     _refusals(read, objective, cp, attention)
     optimizer = facts["optimizer"]
     if read.raw("optimizer") == "muon":  # its own optimizers take the place of optim (optimizers/mapping.py)
