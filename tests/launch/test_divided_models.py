@@ -107,9 +107,8 @@ def test_points_of_one_search_have_the_units_that_each_has_alone() -> None:
     recipe = Recipe(ModelChoice("mixtral:8x7b", weights="random"), steps=1)
     run = resolve_run(recipe, FsdpSettings(mixed_precision="no", use_cpu=True, num_processes=8))
     points = [
-        replace(point_of(run), dp_shard=8 // tp, tp=tp, ep=ep, sequence_parallel=sequence, reduce_dtype=dtype)
+        replace(point_of(run), dp_shard=8 // tp, tp=tp, ep=ep, sequence_parallel=sequence)
         for tp, ep, sequence in ((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (1, 2, False))
-        for dtype in ("float32", "bfloat16")
     ]
     shared = Estimator(spec, anatomy, run)
     found = [shared.units_of(point, cluster) for point in points]
