@@ -155,6 +155,11 @@ class NamedFiles:
                     return found
             except (OSError, ValueError):
                 return "is not a path"
+        # What stands at an absolute path: the script has changed to a folder above it.
+        ends = f"/{written_name(name)}"
+        above = [text for at, text in self.texts.items() if at.startswith("/") and at.endswith(ends)]
+        if len(above) == 1:
+            return SourceText(above[0], name)
         return "is outside the folders that may be read" if outside else "is not found"
 
     def within_project(self) -> NamedFiles:

@@ -247,3 +247,113 @@ def test_the_optimizer_of_a_control_network() -> None:
 def test_commands_of_sd_scripts_are_none_of_diffusers(flag: str) -> None:
     flags = f"--pretrained_model_name_or_path a.safetensors --train_data_dir d --resolution 512 {flag}"
     assert describe_run(SourceText(f"accelerate launch flux_train.py {flags}\n")) is None
+
+
+@pytest.mark.parametrize(("part", "other"), [("prior", "decoder"), ("decoder", "prior")])
+def test_a_model_of_two_networks_is_named_by_the_one_that_trains(part: str, other: str) -> None:
+    flags = f"--pretrained_{other}_model_name_or_path a/other --pretrained_{part}_model_name_or_path a/mine"
+    run = launched(f"train_text_to_image_{part}", f"{flags} --resolution 768 --train_batch_size 1")
+    assert run.model == "a/mine"
+
+
+def test_deepspeed_of_a_script_is_out_of_scope(tmp_path: Path) -> None:
+    line = (
+        "accelerate launch --config_file ds.yaml train_dreambooth_flux.py"
+        " --pretrained_model_name_or_path a/b --instance_data_dir d --resolution 512\n"
+    )
+    run = in_file(tmp_path, "run.sh", line, ds__yaml="distributed_type: DEEPSPEED\nnum_processes: 2\n")
+    assert any("DeepSpeed is out of scope" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "classes"),
+    [
+        ({}, ("the model's _no_split_modules", "root")),
+        ({"--fsdp_auto_wrap_policy": "NO_WRAP"}, ("root",)),
+        ({"--fsdp_transformer_layer_cls_to_wrap": "FluxTransformerBlock"}, ("FluxTransformerBlock", "root")),
+    ],
+)
+def test_simpletuner_shards_the_blocks_that_the_model_names(
+    keys: dict[str, str], classes: tuple[str, ...]
+) -> None:
+    data = {"--model_family": "flux", "--model_type": "full", "--fsdp_enable": True, **keys}
+    assert described(json.dumps(data)).wrap_classes == classes
+
+
+WRITTEN = """cd /workspace/ai-toolkit
+cat << 'EOF' > {at}
+job: extension
+config:
+  process:
+    - type: sd_trainer
+      train: {{batch_size: 3}}
+      model: {{name_or_path: black-forest-labs/FLUX.1-dev, arch: flux}}
+EOF
+{more}python run.py config/x.yaml
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "more", "found"),
+    [
+        ("/workspace/ai-toolkit/config/x.yaml", "", True),
+        ("/workspace/ai-toolkit/other_config/x.yaml", "", False),
+        (
+            "/workspace/ai-toolkit/config/x.yaml",
+            "cat << 'EOF' > /workspace/old/config/x.yaml\njob: extension\nEOF\n",
+            False,
+        ),
+    ],
+)
+def test_a_file_written_below_a_folder_is_read_from_there(at: str, more: str, found: bool) -> None:
+    run = describe_run(SourceText(WRITTEN.format(at=at, more=more)))
+    assert (run is not None and run.micro_batch == 3) is found
+
+
+FUN = "--pretrained_model_name_or_path m/FLUX.1-dev --train_data_dir d --train_data_meta d/m.json"
+TOKENS = "--random_hw_adapt --training_with_video_token_length --token_sample_size=640"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--image_sample_size=1328", (1328, 1328, 1)),
+        ("", (512, 512, 1)),
+        ("--video_sample_size=256 --image_sample_size=1024 --video_sample_n_frames=81", (256, 256, 81)),
+        (f"--video_sample_size=256 --image_sample_size=1024 {TOKENS}", (640, 640, 17)),
+        (f"--video_sample_size=256 --image_sample_size=480 {TOKENS}", (480, 480, 17)),
+        ("--enable_bucket --fix_sample_size 480 832 --video_sample_n_frames=49", (480, 832, 49)),
+    ],
+)
+def test_sizes_of_video_fun_have_names_of_their_own(flags: str, sizes: tuple[int, int, int]) -> None:
+    run = launched("scripts/wan2.1/train", f"{FUN} {flags}")
+    assert (run.height, run.width, run.frames or 1) == sizes
+    assert run.micro_batch == 16
+
+
+def test_video_fun_trains_weights_in_the_dtype_of_the_computation() -> None:
+    flags = f"{FUN} --trainable_modules . --mixed_precision bf16 --use_came"
+    run = launched("scripts/flux/train", flags)
+    assert (run.method, run.stored_dtype, run.optimizer, run.epochs) == ("full", "bf16", "came", 100)
+    sharded = described(f"accelerate launch --use_fsdp scripts/flux/train.py {flags}\n")
+    assert sharded.stored_dtype == "fp32"
+    assert memory_of(run) == {}
+    part = launched("scripts/flux/train_distill", f"{FUN} --trainable_modules attn ff --train_mode i2v")
+    assert memory_of(part) == {
+        "train_distill.py": "more", "train_mode": "more", "trainable_modules": "less",
+    }  # fmt: skip
+
+
+def test_adapters_of_video_fun() -> None:
+    run = launched("scripts/flux/train_lora", FUN)
+    assert (run.method, run.lora_rank, run.lora_targets) == ("lora", 128, "linear layers of the transformer")
+    run = launched("scripts/flux/train_lora", f"{FUN} --rank=64 --target_name to_q,to_k")
+    assert (run.lora_rank, run.lora_targets) == (64, ("to_q", "to_k"))
+
+
+def test_a_copy_without_a_size_has_its_own() -> None:
+    flags = "--instance_data_dir d --train_batch_size 1"
+    assert launched("train_2k", flags).height is None
+    run = launched("train_2k", f"{flags} --height 480 --width 832 --num_frames 49")
+    assert (run.height, run.width, run.frames) == (480, 832, 49)
+    assert launched("train_dreambooth_flux", flags).height == 512

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
 
-_SCRIPT = re.compile(
+SCRIPT = re.compile(
     r"(?:^|\.)train_(?:dreambooth|text_to_image|controlnet|cogvideox|unconditional|instruct_pix2pix|custom|lcm"
     r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora|control_|diffusion_dpo"
     r"|diffusion_orpo|kandinsky|pixart)\w*$"
 )
+"""Names of scripts of diffusers."""
 
 
 _OWN = frozenset([
@@ -30,8 +31,15 @@ _IMAGES = frozenset([
     "train_batch_size", "resolution", "instance_data_dir", "train_data_dir", "instance_prompt", "center_crop",
     "random_flip", "proportion_empty_prompts", "snr_gamma", "pretrained_vae_model_name_or_path",
     "with_prior_preservation", "num_validation_images", "image_column", "conditioning_image_column",
+    "train_data_meta",
 ])  # fmt: skip
 """Flags of which the command of a copy with another name has several."""
+
+_NAMES = frozenset([
+    "pretrained_model_name_or_path", "pretrained_teacher_model", "pretrained_prior_model_name_or_path",
+    "pretrained_decoder_model_name_or_path",
+])  # fmt: skip
+"""Flags that name the model of a script."""
 
 
 class Diffusers(RunFormat):
@@ -47,8 +55,8 @@ class Diffusers(RunFormat):
         """Return how surely a command line is that of one of diffusers' scripts, or of a copy."""
         if names & _OTHERS:
             return 0.0
-        named = bool(names & {"pretrained_model_name_or_path", "pretrained_teacher_model"})
-        if _SCRIPT.search(launch.script):
+        named = bool(names & _NAMES)
+        if SCRIPT.search(launch.script):
             return 1.0 if named else 0.95 if len(names & _OWN) > 2 else 0.0
         return 0.92 if named and len(names & _IMAGES) > 1 else 0.0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fsdptool.config.dialects.diffusers import SCRIPT, video_fun
 from fsdptool.config.dialects.diffusers.run_keys import (
     BATCHES,
     BESIDE,
@@ -46,6 +47,10 @@ def describe(file: RunFile) -> DescribedRun:
     compute = dtype_word(precision or "no") if known else None
     base, quantisation = _quantised(read, compute if adapter else None) if adapter else (None, "none")
     stored = ("fp32" if compute == "fp16" else compute) if adapter else "fp32"
+    if video_fun.is_video_fun(read):
+        video_fun.tell(read, script, adapter=adapter)
+        if not launch.fsdp and not adapter:  # accelerate's FSDP casts what trains to fp32
+            stored = compute
     frozen = any(word in script for word in BESIDE)
     micro = read.whole("train_batch_size") if read.has("train_batch_size") else _batch(read, script)
     accumulation = read.whole("gradient_accumulation_steps")
@@ -57,6 +62,8 @@ def describe(file: RunFile) -> DescribedRun:
         DescribedMesh(dp_replicate=1, dp_shard=-1) if sharded else DescribedMesh(dp_replicate=-1, dp_shard=1)
     )
     optimizer = "adafactor" if read.flag("use_adafactor") else (read.text("optimizer") or "AdamW").lower()
+    if read.flag("use_came"):
+        optimizer = "came"
     # Of Adam, too (cogvideo/train_cogvideox_lora.py:get_optimizer); the scripts ignore it beside Prodigy.
     if read.flag("use_8bit_adam") and optimizer in ("adam", "adamw"):
         optimizer = f"{optimizer}8bit"
@@ -64,9 +71,14 @@ def describe(file: RunFile) -> DescribedRun:
     steps = read.whole("max_train_steps")
     epochs = None if steps else _epochs(read, script)
     read.use("num_train_epochs", "num_epochs")
-    named = ("pretrained_model_name_or_path", "pretrained_teacher_model")
+    named: tuple[str, ...] = ("pretrained_model_name_or_path", "pretrained_teacher_model")
+    if read.has("pretrained_decoder_model_name_or_path") or read.has("pretrained_prior_model_name_or_path"):
+        part = "prior" if "prior" in script else "decoder"
+        named = (f"pretrained_{part}_model_name_or_path", *named)
     model = read.text(transformer) if read.has(transformer) else read.text(*named)
     published = next((name for part, name in MODELS.items() if part in script), None)
+    if launch.deepspeed:
+        read.notes.append("DeepSpeed is out of scope: accelerate's FSDP2 is fsdp_version 2")
     run = read.describe(
         model=model,
         family=read.family_by(f"{script}.py", model, published),
@@ -115,6 +127,8 @@ def describe(file: RunFile) -> DescribedRun:
 
 def _batch(read: RunReader, script: str) -> int | None:
     found = next((size for part, size in BATCHES.items() if part in script), None)
+    if video_fun.is_video_fun(read):
+        found = video_fun.DEFAULTS["train_batch_size"]
     if found is None:
         return read.whole("train_batch_size")
     return int(read.default("train_batch_size", found, f"examples: {script}.py"))
@@ -122,6 +136,8 @@ def _batch(read: RunReader, script: str) -> int | None:
 
 def _rank(read: RunReader, script: str) -> int | None:
     found = next((rank for part, rank in RANKS.items() if part in script), None)
+    if video_fun.is_video_fun(read):
+        found = video_fun.DEFAULTS["rank"]
     if found is None or read.has("rank") or read.has("lora_rank"):
         return read.whole("rank", "lora_rank")
     return int(read.default("rank", found, f"examples: {script}.py"))
@@ -144,12 +160,16 @@ def _quantised(read: RunReader, dtype: str | None) -> tuple[str | None, str]:
 
 def _epochs(read: RunReader, script: str) -> float | None:
     found = next((count for part, count in EPOCHS.items() if part in script), None)
+    if video_fun.is_video_fun(read):
+        found = video_fun.DEFAULTS["num_train_epochs"]
     if found is None or read.has("num_train_epochs") or read.has("num_epochs"):
         return read.number("num_train_epochs", "num_epochs")
     return float(read.default("num_train_epochs", found, f"examples: {script}.py"))
 
 
-def _targets(read: RunReader, script: str) -> tuple[str, ...]:
+def _targets(read: RunReader, script: str) -> tuple[str, ...] | str:
+    if video_fun.is_video_fun(read):
+        return video_fun.targets(read)
     named = read.names("lora_layers")
     if named:
         return (named,) if isinstance(named, str) else named
@@ -157,6 +177,8 @@ def _targets(read: RunReader, script: str) -> tuple[str, ...]:
 
 
 def _sizes(read: RunReader, script: str) -> dict[str, Any]:
+    if video_fun.is_video_fun(read):
+        return video_fun.sizes(read)
     if "cogvideo" in script or read.has("max_num_frames"):
         sizes = {"height": "height", "width": "width", "frames": "max_num_frames"}
         if "cogvideo" not in script:
@@ -166,7 +188,10 @@ def _sizes(read: RunReader, script: str) -> dict[str, Any]:
             for name, key in sizes.items()
         }
     if not read.has("resolution") and read.has("height") and read.has("width"):
-        return {name: read.whole(name) for name in ("height", "width")}
+        names = ("height", "width", "num_frames") if read.has("num_frames") else ("height", "width")
+        return {name.removeprefix("num_"): read.whole(name) for name in names}
+    if not read.has("resolution") and not SCRIPT.search(script):
+        return {}  # what a copy does without is its own
     found = next((side for part, side in SIDES.items() if part in script), None)
     if found is not None and not read.has("resolution"):
         read.default("resolution", found, f"examples: {script}.py")

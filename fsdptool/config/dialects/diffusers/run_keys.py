@@ -23,7 +23,8 @@ KEYS = RunKeys(
     memory=sides(
         less="""
         do_fp8_training remote_text_encoder cache_latents offload enable_slicing enable_tiling lora_blocks
-        fsdp_text_encoder only_target_transformer_blocks
+        fsdp_text_encoder only_target_transformer_blocks low_vram enable_text_encoder_in_dataloader
+        lora_skip_name
         """,
         more="""
         train_text_encoder with_prior_preservation train_text_encoder_ti enable_t5_ti
@@ -35,11 +36,12 @@ KEYS = RunKeys(
         max_sequence_length num_double_layers num_single_layers unet_config
         """,
     ),
-    time=names("allow_tf32 dataloader_num_workers torch_compile"),
+    time=names("allow_tf32 dataloader_num_workers torch_compile multi_stream"),
     numbers=names("""
     snr_gamma noise_offset weighting_scheme logit_mean logit_std mode_scale guidance_scale
     proportion_empty_prompts noise_scheduler input_perturbation conditioning_dropout_prob caption_dropout
     train_text_encoder_ti_frac train_transformer_frac loss_type huber_c w_min w_max beta_dpo
+    uniform_sampling snr_loss noise_share_in_frames* motion_sub_loss*
     """),
     no_effect=names("""
     instance_data_dir instance_data_root instance_prompt class_data_dir class_prompt
@@ -56,6 +58,11 @@ KEYS = RunKeys(
     num_new_tokens_per_abstraction train_shards_path_or_url jsonl_for_train gaussian_init_lora
     conditioning_image_column original_image_column edited_image_column edit_prompt_column
     initial_learning_rate num_inference_steps system_prompt
+    train_data_meta config_path transformer_path vae_path vae_mini_batch enable_bucket random_hw_adapt
+    random_ratio_crop video_sample_stride video_repeat save_state report_model_info tokenizer_max_length
+    abnormal_norm_clip_start initial_grad_norm_ratio network_alpha use_peft_lora use_deepspeed use_fsdp
+    train_sampling_steps auto_tile_batch_size keep_all_node_same_token_length boundary_type
+    token_sample_size image_sample_size
     """),
     unknown="script",
 )

@@ -201,6 +201,9 @@ def _base(precision: str, dtype: str) -> tuple[str, str]:
 def _classes(read: RunReader, launched: tuple[str, ...] | None) -> tuple[str, ...]:
     own = read.names("fsdp_transformer_layer_cls_to_wrap")
     listed = own if isinstance(own, tuple) else (own,) if own else launched or ()
+    wraps = str(read.raw("fsdp_auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper()
+    if not listed and wraps == "TRANSFORMER_BASED_WRAP":
+        listed = ("the model's _no_split_modules",)
     return (*listed, "root")
 
 
