@@ -11,10 +11,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ADVISORIES = "fsdptool/advisories/entries/"
+FAILURES = "fsdptool/failures.json"
 """Entries whose examples only tests read."""
 
 PACKED = (
-    *("fsdptool/schemas/", "fsdptool/failures.json", "fsdptool/config/keys_by_version.json"),
+    *("fsdptool/schemas/", FAILURES, "fsdptool/config/keys_by_version.json"),
     *("fsdptool/planning/data/", ADVISORIES),
     *("fsdptool_diffusion/data/", "fsdptool_language/data/", "fsdptool_vision/data/"),
 )
@@ -22,7 +23,7 @@ PACKED = (
 
 
 class CompactData(BuildHookInterface[Any]):
-    """Write JSON of a wheel without indentation, in part compressed, and advisories without examples."""
+    """Write JSON of a wheel without indentation, in part compressed, and rules without examples."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the compact files to what a wheel includes; an editable installation reads the sources."""
@@ -56,4 +57,8 @@ def _compact(path: Path, target: str) -> str:
     documents = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
     if target.startswith(ADVISORIES):
         del documents[0]["database_specific"]["examples"]
+    if target == FAILURES:
+        documents = [
+            [{k: v for k, v in rule.items() if k not in ("examples", "others")} for rule in documents[0]]
+        ]
     return "".join(json.dumps(item, ensure_ascii=False, separators=(",", ":")) + "\n" for item in documents)
