@@ -321,7 +321,7 @@ def _of_command(
         named = next((data.pop(key) for key in flags), None)
         named = named or next((word for word in positional if _is_file(word)), None)
         if named is None and launch.program == "torchtitan":
-            named = environment.get("CONFIG_FILE")
+            named = environment.get("CONFIG_FILE", environment.get("CONFIG"))
         if reader is None and named is not None and _TRAINS.search(script):
             reader = _of_named(files, str(named), program)
         if reader is None:

@@ -57,7 +57,7 @@ _MEMORY: Mapping[str, Literal["less", "more"] | None] = {
     "FullyShardedDataParallelPlugin.min_num_params": None,
     "FullyShardedDataParallelPlugin.activation_checkpointing_offload": "less",
     **{f"weights.{name}": "less" for name in ("requires_grad", *PARTS_OF_UNSLOTH)},
-    "Trainer.precision": None, "Fabric.precision": None,
+    "Trainer.ref_model": "more", "Trainer.precision": None, "Fabric.precision": None,
 }  # fmt: skip
 """Arguments of other calls that change memory, and whether a run needs less or more for them."""
 _INERT = (
@@ -94,7 +94,7 @@ def describe_script(
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
     """
-    script = read_script_run(source, words, load=load)
+    script = read_script_run(source, words, load=load, processes=launch.processes)
     return described(script, source.path, launch) if script is not None else None
 
 
@@ -261,6 +261,8 @@ def _of_form(script: ScriptRun, nested: dict[str, Any], path: str | None, launch
         from fsdptool.config.dialects.trl.run import describe
 
         nested.pop("padding", None)
+        if script.objective in ("grpo", "rloo"):  # their rows are a prompt and a completion
+            nested.pop("max_length", None)
         return describe(RunFile(nested, launch, path, added=script.own_fields))
     read = RunReader(RunFile(nested, launch, path), _table(script))
     model = read.text("model_name_or_path")

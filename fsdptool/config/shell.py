@@ -29,6 +29,8 @@ _WRITES = re.compile(r"""(?:\d|&)?>>?(?:&[\d-]|[ \t]*(?:>?\([^()\n]*\)|"[^"\n]*"
 _ARRAY = re.compile(r"\w\+?=$")
 _ESCAPED = re.compile(r"\\([\"\\`])")
 """What a backslash escapes within double quotes."""
+_JOINED = re.compile(r"(?<!\\)\\\r?\n")
+"""A backslash at the end of a line within double quotes, which the shell drops with the line's end."""
 _BRACKET, _DEEPEST = 20_000, 30
 """Characters between brackets, and brackets within brackets, at most: others are text."""
 _LIST = re.compile(
@@ -399,7 +401,8 @@ def _shell_word(text: str, start: int, end: int) -> Node:
             stop = _quoted(text, index, end)
             closed = stop > index + 1
             inner = text[index + 1 : stop - 1] if closed else character
-            value.append(_ESCAPED.sub(r"\1", inner) if closed and character == '"' else inner)
+            joined = _JOINED.sub("", inner)
+            value.append(_ESCAPED.sub(r"\1", joined) if closed and character == '"' else inner)
             index = stop
         elif character in "({[" and _is_word(text, index) and (stop := enclosed(text, index, end) or 0):
             value.append(text[index:stop])

@@ -8,9 +8,10 @@ program decides stays a variable: a plan names it. A script is read as it is cal
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,9 +35,15 @@ _PARAMETER = re.compile(rf"({_NAME}|\d)(?:\[(\d+|[@*])\])?(.*)", re.DOTALL)
 _PLAIN = re.compile(rf"\$({_NAME}|\d)")
 _EMPTY = re.compile(rf'\[+\s*-(z|n)\s+"?\$\{{?({_NAME}|\d)(?::?-)?\}}?"?\s*\]+')
 _EQUAL = re.compile(
-    rf'\[+\s*(?P<left>"?\$(?:{_NAME}|\{{{_NAME}(?P<other>:?-[^{{}}"]*)?\}})"?)\s*(?P<sign>==?|!=)'
+    rf'\[+\s*(?P<left>"?\$(?:{_NAME}|\{{{_NAME}(?P<other>:?-[^{{}}"]*)?\}})"?)\s*(?P<sign>==?|!=|-(?:eq|ne|gt|ge|lt|le)\b)'
     r'\s*["\']?(?P<right>[\w.\-/]*)["\']?\s*\]+'
 )
+_TRUTH = re.compile(rf'"?\$\{{?({_NAME})\}}?"?')
+"""A condition that is a variable alone: the command ``true`` or ``false``."""
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
+    "-le": operator.le,
+}  # fmt: skip
 _EXPR = re.compile(r"\s*expr\s+(.+)", re.DOTALL)
 _FIELDS = r"awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print\s+NF\s*\}'"
 _COUNTED = re.compile(
@@ -278,7 +285,7 @@ class _Script:
                 condition = span[words[at].end :].strip()
                 if word == "if":
                     block.runs = self._holds(condition)
-                elif "$#" in condition:
+                elif "$#" in condition or condition.startswith("getopts"):
                     block.runs = False  # it reads arguments, and there are none
                 return len(words)
             if word == "for":
@@ -308,6 +315,7 @@ class _Script:
             listed = " ".join(self.text(word.raw) for word in words[2:])
             values = [str(word.value) for word in words_of(listed, 0, len(listed))]
             block.scope[str(words[0].value)] = values[0] if len(values) == 1 else None
+            block.runs = None if values else False
 
     def _branch(self, other: bool = False) -> None:
         block = self.blocks[-1]
@@ -336,6 +344,9 @@ class _Script:
             if assigned and value is None:
                 return None
             return (not value) == (empty.group(1) == "z")
+        truth = _TRUTH.fullmatch(condition)
+        if truth is not None:
+            return {"true": True, "false": False}.get(str(self.get(truth[1])[1]))
         equal = _EQUAL.fullmatch(condition)
         if equal is None:
             return None
@@ -344,6 +355,10 @@ class _Script:
         value = "" if unset else self._word(equal["left"])
         if value is None or "$" in value:
             return None
+        compares = _COMPARED.get(equal["sign"])
+        if compares is not None:
+            numbers = [_count(word) for word in (value, equal["right"])]
+            return None if None in numbers else compares(*numbers)  # type: ignore[arg-type]
         return (value == equal["right"]) == (equal["sign"] != "!=")
 
     # Assignments
@@ -489,18 +504,18 @@ class _Script:
             return value
         if assigned and value is None:
             return None
-        operator = re.match(r":?[-=?+]", rest)
-        if operator is None:
+        sign = re.match(r":?[-=?+]", rest)
+        if sign is None:
             return value.rpartition("/")[2] if value is not None and rest == "##*/" else None
         empty = not value if rest.startswith(":") else value is None
-        if operator.group()[-1] == "+":
-            return "" if empty else self._word(rest[operator.end() :])
+        if sign.group()[-1] == "+":
+            return "" if empty else self._word(rest[sign.end() :])
         if not empty:
             return value
-        if operator.group()[-1] == "?":
+        if sign.group()[-1] == "?":
             return None
-        found = self._word(rest[operator.end() :])
-        if operator.group()[-1] == "=":
+        found = self._word(rest[sign.end() :])
+        if sign.group()[-1] == "=":
             self._set(name, found)
         return found
 

@@ -74,6 +74,7 @@ class RunInterpreter(Interpreter):
         words: Its arguments.
         defaults: Whether defaults count; else what they decide is not known.
         load: Returns a file that the script loads as plain data, or None; without it no file is read.
+        processes: Number of ranks that it is started on, or None.
     """
 
     starts_anyway = True
@@ -85,9 +86,11 @@ class RunInterpreter(Interpreter):
         *,
         defaults: bool = True,
         load: Callable[[str], object] | None = None,
+        processes: int | None = None,
     ) -> None:
         super().__init__(tree)
         self._load = load
+        self._processes = processes
         self._files: dict[str, Value | None] = {}
         self._defaults = defaults
         self._words = words
@@ -377,6 +380,8 @@ class RunInterpreter(Interpreter):
             given = made.keywords.get(name)
             if given is not None and not is_constant(given, None):
                 return given
+        if name == "num_processes" and made_by(value, "Accelerator") is not None:
+            return self._world() or super().attribute(value, name, node)
         owner = value if isinstance(value, Class) else value.owner if isinstance(value, Thing) else None
         if name == "hparams" and isinstance(value, Thing) and name not in value.parts:
             first = owner.lookup("__init__") if owner is not None else None
@@ -427,10 +432,12 @@ class RunInterpreter(Interpreter):
         self._samples(name, first, keywords, node)
         if name == "os.getenv" and first is not None:
             return self._variable(first, args[1] if len(args) > 1 else keywords.get("default"), node)
+        if name == "dist.get_world_size" and (known := self._world()) is not None:
+            return known
         if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
             try:
                 kind = {"int": int, "float": float, "str": str}[name.rpartition(".")[2]]
-                return Const(kind(first.value), sources=first.sources)
+                return Const(kind(first.value), sources=first.sources, tags=first.tags)
             except (TypeError, ValueError, OverflowError):
                 return super()._made(name, function, args, keywords, node)
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
@@ -490,6 +497,13 @@ class RunInterpreter(Interpreter):
         self._used.update(given)
         return self.enter(function, (), given, node)
 
+    def _world(self) -> Const | None:
+        return None if self._processes is None else Const(self._processes, tags=frozenset({"world"}))
+
+    def _environment(self, key: Value, node: ast.AST) -> Value:
+        found = super()._environment(key, node)
+        return (self._world() or found) if "world" in found.tags else found
+
     def _environment_method(self, name: str, args: Sequence[Value], node: ast.Call) -> Value:
         if name in ("get", "pop", "setdefault") and args:
             return self._variable(args[0], args[1] if len(args) > 1 else None, node)
@@ -528,13 +542,9 @@ class RunInterpreter(Interpreter):
 
     def _boolop(self, node: ast.BoolOp) -> Value:
         made = super()._boolop(node)
-        if (
-            isinstance(node.op, ast.And)
-            and self.truth(made) is None
-            and any(map(_asks_for_bf16, node.values))
-        ):
-            return given_by(True, _ON_GPU, node)  # what stands beside it asks for CUDA and NCCL
-        return made
+        asks = isinstance(node.op, ast.And) and any(map(_asks_for_bf16, node.values))
+        # What stands beside it asks for CUDA and NCCL.
+        return given_by(True, _ON_GPU, node) if asks and self.truth(made) is None else made
 
     def _compare(self, node: ast.Compare) -> Value:
         made = super()._compare(node)

@@ -78,6 +78,8 @@ class ModelReader(SettingsReader):
         elif value.owner is not None:
             self._own(value)
         elif isinstance(value.inner, Thing):
+            if owner == "PeftModel" and is_constant(value.keywords.get("is_trainable"), True):
+                self._loaded_adapter(value)
             config = value.keywords.get("peft_config") or (value.args[1] if len(value.args) > 1 else None)
             if value.kind == "get_peft_model" and config is not None:
                 self._adapter(config, value.node)
@@ -147,6 +149,7 @@ class ModelReader(SettingsReader):
         if all(known and not there for known, there in others):
             self.say("load_in_4bit", True, node, "from_pretrained.load_in_4bit")
         self.say("bnb_4bit_quant_type", "nf4", node, "from_pretrained.load_in_4bit")
+        self.say("bnb_4bit_quant_storage", "uint8", node, "from_pretrained.load_in_4bit")
         self.say("use_bnb_nested_quant", True, node, "from_pretrained.load_in_4bit")
         if is_constant(given.get("dtype"), None):
             self.run.settings.pop("dtype", None)
@@ -204,6 +207,8 @@ class ModelReader(SettingsReader):
         else:
             return
         places = self.places(config)
+        for word in ("attn_implementation", "_attn_implementation"):
+            self.put("attn_implementation", changed.pop(word, None), config.node, f"{config.kind}.{word}")
         for word, item in changed.items():
             self.put(f"config.{word}", item, places.get(word, config.node), f"{config.kind}.{word}")
 
@@ -239,6 +244,12 @@ class ModelReader(SettingsReader):
         self.say("lora_r", 8, config.node, "LoraConfig.r")
         self.say("lora_dropout", 0.0, config.node, "LoraConfig.lora_dropout")
         self.rest(self.event_of(config) or config, "LoraConfig", _LORA)
+
+    def _loaded_adapter(self, value: Thing) -> None:
+        """Note an adapter that goes on training: its own files say its rank and its layers."""
+        self.say("use_peft", True, value.node, "PeftModel.from_pretrained")
+        for key in ("lora_r", "lora_target_modules", "lora_dropout"):
+            self.put(key, Thing("unknown", node=value.node), value.node, f"PeftModel.{key}")
 
     def _adapters_by_hand(self) -> None:
         for event in self.facts.calls("get_peft_model"):

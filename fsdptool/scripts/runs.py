@@ -26,6 +26,7 @@ from fsdptool.scripts.values import (
     Table,
     Thing,
     Value,
+    constant,
     flat,
     is_constant,
     made_by,
@@ -79,6 +80,7 @@ def read_script_run(
     *,
     defaults: bool = True,
     load: Callable[[str], object] | None = None,
+    processes: int | None = None,
 ) -> ScriptRun | None:
     """Return the run that a script starts; None where it starts none that is known.
 
@@ -87,6 +89,7 @@ def read_script_run(
         words: The arguments that the script is started with.
         defaults: Whether defaults of arguments, variables and fields count; else what they decide is open.
         load: Returns a file of settings that the script loads as plain data, or None.
+        processes: Number of ranks that it is started on, or None.
 
     Raises:
         ConfigError: It does not parse, or takes too many steps to follow.
@@ -95,7 +98,7 @@ def read_script_run(
     if not isinstance(tree, ast.Module):
         message, line, _ = tree
         raise ConfigError(f"{source.path or 'the script'}:{line}: {message}")
-    interpreter = RunInterpreter(tree, words, defaults=defaults, load=load)
+    interpreter = RunInterpreter(tree, words, defaults=defaults, load=load, processes=processes)
     try:
         paths = interpreter.paths()
     except (TooLongError, RecursionError):
@@ -187,6 +190,9 @@ class _Reader(ParallelismReader):
         if objective is None and self.run.own_class is None:
             self.run.objective = self._objective()
         self._adapters_by_hand()
+        reference = event.keywords.get("ref_model")
+        if "use_peft" in self.run.settings and reference is not None and not is_constant(reference, None):
+            self.say("Trainer.ref_model", "a second model", event.node, f"{kind}.ref_model")
         self._checkpointing(given or arguments)
         if "max_length" not in self.run.settings and "max_seq_length" not in self.run.settings:
             self._length(named=objective is None)
@@ -417,6 +423,7 @@ class _Reader(ParallelismReader):
         if shape is not None:
             self.put("batch_size", shape[0], shape[2], shape[3])
         self._by_name("batch_size", _BATCHES)
+        self._of_letters()
         for event in self.facts.methods("step"):
             for guard in event.guards:
                 self._every(guard, event)
@@ -463,6 +470,19 @@ class _Reader(ParallelismReader):
             if isinstance(size, Items) and len(size.values) == 2:
                 return size.values[0], size.values[1], event.node, "torch.randint.size"
         return None
+
+    def _of_letters(self) -> None:
+        """Take the rows and columns of a batch from numbers that are called ``B`` and ``T``.
+
+        Copies of build-nanogpt give them to the loader of their own.
+        """
+        pair = [
+            [(value, node) for value, node in self.interpreter.named(name) if type(constant(value)) is int]
+            for name in ("b", "t")
+        ]
+        if all(pair) and not {"batch_size", "max_length"} & self.run.settings.keys():
+            for key, name, found in zip(("batch_size", "max_length"), "BT", pair, strict=True):
+                self.put(key, *found[0], name)
 
     def _by_name(self, key: str, names: Sequence[str]) -> None:
         """Take a setting from an argument, a field or a constant that is called so."""

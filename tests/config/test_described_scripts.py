@@ -795,3 +795,9 @@ def test_optimizers_of_flashoptim_keep_states_of_eight_bits() -> None:
         item.key: item.side for item in described(f"{text}loss_fn: {{fp32_upcast: true}}\n").keys.not_modelled
     }
     assert "loss_fn.fp32_upcast" not in told
+
+
+def test_a_configuration_of_torchtitan_in_python_leaves_the_run_open() -> None:
+    run = described("NGPU=4 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.steps 9\n")
+    assert (run.processes, run.micro_batch, run.sequence_length) == (4, None, None)
+    assert any("llama3_8b is not read" in problem for problem in run.problems)

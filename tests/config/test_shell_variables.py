@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from fsdptool.config.command_lines import NamedFiles
+from fsdptool.config.described import describe_run
 from fsdptool.config.here_documents import here_documents
 from fsdptool.config.shell import words_of
 from fsdptool.config.shell_variables import step_of_srun, substituted
+from fsdptool.files.text import SourceText
+from fsdptool.records.described_run import DescribedRun
 
 SOURCED = 'A=8\nB=${A}0; if [ -z "$C" ]; then C=set; fi\nexport D="two words"\ntouch ran\n'
 
@@ -27,6 +30,10 @@ def words(script: str, files: NamedFiles | None = None) -> list[str]:
     "script",
     [
         "A=8\necho x $A ${A}0",
+        'A=" \\\n --b 1 \\\n --c"\necho x $A',
+        'A=3\nif [ "$A" -ge 3 ]; then B=1; else B=2; fi\nif [[ $A -lt 3 ]]; then B=4; fi\necho x $B',
+        "A=true\nif $A; then B=1; else B=2; fi\necho x $B",
+        'B=1\nwhile getopts "b:" o; do B=$OPTARG; done\nfor a in "$@"; do B=$a; done\necho x $B',
         "N=${N:-4}\necho x --n=$N --m ${M:-$((N * 2 + 1))}",
         'A="a b"\necho x $A "$A" \'$A\'',
         "LEN=$((1024 * 2))\nSUM=$(((LEN + 512) * 2 / 3 % 1000))\necho x $SUM $((LEN - -1))",
@@ -229,3 +236,58 @@ def test_srun_starts_a_command_once_for_each_task(
 ) -> None:
     text = f"#SBATCH -N2 --ntasks-per-node=8\n{command}"
     assert step_of_srun(text, text.index("python")) == step
+
+
+def read(text: str) -> DescribedRun:
+    """Return the run of a script, which starts one."""
+    run = describe_run(SourceText(text))
+    assert run is not None
+    return run
+
+
+def test_lines_that_go_on_within_quotes_are_one_text() -> None:
+    run = read("""#!/bin/bash
+#SBATCH --nodes=2
+export GPUS=4
+export LAUNCHER="accelerate launch \\
+    --num_processes $((SLURM_NNODES * GPUS)) \\
+    "
+export ARGS=" \\
+    --model_name_or_path a/b \\
+    --per_device_train_batch_size 2 \\
+    --max_length 512 --packing \\
+    "
+srun $LAUNCHER trl/scripts/sft.py $ARGS
+""")
+    assert (run.model, run.micro_batch, run.packing, run.processes) == ("a/b", 2, True, 8)
+    assert run.problems == ()
+
+
+def test_a_script_is_read_as_it_is_called_without_arguments() -> None:
+    run = read("""
+MODEL=a/b
+RANK=8
+LONG=false
+EXTRA=()
+while getopts ":m:r:l" option; do
+  case ${option} in
+    m) MODEL="$OPTARG" ;;
+    r) RANK="$OPTARG" ;;
+  esac
+done
+for argument in "$@"; do
+  MODEL=$argument
+done
+if [[ "$RANK" -gt 16 ]]; then
+  EXTRA+=(--load_in_4bit)
+fi
+if $LONG; then
+  EXTRA+=(--max_length 9999)
+fi
+if [ $RANK -eq 8 ]; then
+  EXTRA+=(--packing)
+fi
+trl sft --model_name_or_path "$MODEL" --dataset_name d --use_peft --lora_r "$RANK" "${EXTRA[@]}"
+""")
+    assert (run.model, run.lora_rank, run.method, run.sequence_length) == ("a/b", 8, "lora", 1024)
+    assert run.packing and run.problems == ()

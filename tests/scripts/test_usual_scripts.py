@@ -233,3 +233,63 @@ def test_variables_of_fsdp_before_a_command_do_not_hide_its_script(tmp_path: Pat
     (tmp_path / "run.sh").write_text(f"{line} --per_device_train_batch_size 3\n")
     run = describe_path(tmp_path / "run.sh")
     assert run is not None and (run.model, run.micro_batch, run.processes) == ("Qwen/Qwen3-8B", 3, 4)
+
+
+@pytest.mark.parametrize(
+    "ranks", ["dist.get_world_size()", 'int(os.environ["WORLD_SIZE"])', "Accelerator().num_processes"]
+)
+def test_the_accumulation_follows_from_the_ranks_of_the_launch(tmp_path: Path, ranks: str) -> None:
+    (tmp_path / "own.py").write_text(f"""
+import os
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.from_pretrained("gpt2")
+config._attn_implementation = "flash_attention_2"
+model = fully_shard(AutoModelForCausalLM.from_config(config))
+B, T = 4, 512
+world_size = {ranks}
+grad_accum_steps = 524288 // (B * T * world_size)
+rows = OwnLoader(B=B, T=T)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in rows:
+    model(**batch).loss.backward()
+    optimizer.step()
+""")
+    (tmp_path / "run.sh").write_text("torchrun --nnodes 2 --nproc_per_node=8 own.py\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and run.attention == "flash_attention_2"
+    assert (run.micro_batch, run.sequence_length, run.accumulation) == (4, 512, 16)
+    alone = describe_path(tmp_path / "own.py")
+    assert alone is not None and alone.accumulation is None
+
+
+def test_an_adapter_of_its_own_files_has_no_rank_here() -> None:
+    run = described("""
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+base = AutoModelForCausalLM.from_pretrained("gpt2")
+model = PeftModel.from_pretrained(base, "sft", is_trainable=True)
+other = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("gpt2"), "sft")
+DPOTrainer(model, ref_model=other, args=DPOConfig("o")).train()
+""")
+    told = {item.key: item for item in run.keys.not_modelled}
+    assert (run.model, run.method, run.lora_rank, run.lora_targets) == ("gpt2", "lora", None, None)
+    assert told["PeftModel.lora_r"].decides == ("lora_rank",) and told["DPOTrainer.ref_model"].side == "more"
+
+
+def test_unsloth_keeps_four_bits_in_bytes_and_grpo_has_no_length_of_its_own() -> None:
+    run = described("""
+from unsloth import FastLanguageModel
+from trl import GRPOConfig, GRPOTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Qwen2.5-7B", max_seq_length=1024)
+model = FastLanguageModel.get_peft_model(model, r=8)
+args = GRPOConfig("o", max_prompt_length=256, max_completion_length=768)
+GRPOTrainer(model=model, reward_funcs=[reward], args=args).train()
+""")
+    assert (run.sequence_length, run.problems) == (1024, ())
+    assert run.quantisation == "bnb nf4, double quantisation, storage uint8"
