@@ -264,7 +264,7 @@ def _of_form(script: ScriptRun, nested: dict[str, Any], path: str | None, launch
         if script.objective in ("grpo", "rloo"):  # their rows are a prompt and a completion
             nested.pop("max_length", None)
         return describe(RunFile(nested, launch, path, added=script.own_fields))
-    read = RunReader(RunFile(nested, launch, path), _table(script))
+    read = RunReader(RunFile(nested, launch, path, added=script.own_fields), _table(script))
     model = read.text("model_name_or_path")
     if model is None and script.own_class is not None:
         model = f"{PurePath(path or 'script').stem}:{script.own_class}"

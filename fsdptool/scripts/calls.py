@@ -305,6 +305,8 @@ class Calls(ScriptState, ABC):
             return args[1] if len(args) > 1 and table.whole else Thing("unknown", node=node)
         if name == "update":
             table.whole = False
+        if name == "items" and table.whole:
+            return Items([Items([Const(key), item]) for key, item in table.items.items()])
         return Thing("result", label=name, node=node, sources=(table,), inner=table)
 
     def enter(

@@ -7,12 +7,25 @@ has an ``option`` among its sources, whose label says which.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
 from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.known_values import (
+    BF16,
+    as_value,
+    asks_for_bf16,
+    compared,
+    flags,
+    folded,
+    given_by,
+    guessed,
+    launched,
+    of_text,
+    path_of,
+    typed,
+)
 from fsdptool.scripts.names import ARGUMENTS, LIGHTNING, library, short
 from fsdptool.scripts.values import (
     Choice,
@@ -35,18 +48,9 @@ _LOADERS = (
     *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
 )
 """Functions that read a file of settings."""
-_BF16 = ("torch.cuda.is_bf16_supported", "unsloth.is_bfloat16_supported", "unsloth.is_bf16_supported")
 _ON_GPU = "on a GPU with bfloat16"
-_ACCELERATORS = ("TPU", "XLA", "HPU", "MULTI_HPU", "NPU", "MULTI_NPU", "MULTI_CPU", "MULTI_XPU")
-"""Members of accelerate's ``DistributedType`` that a run on GPUs does not have."""
-_OF_TEXT = frozenset({
-    "lower", "upper", "strip", "lstrip", "rstrip", "split", "rsplit", "startswith", "endswith", "isdigit",
-    "removeprefix", "removesuffix",
-})  # fmt: skip
-"""Methods of a text that are followed: none of them makes it longer."""
-_LONGEST = 10_000
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
-_MOST_FILES, _DEEPEST = 20, 20
+_MOST_FILES = 20
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
@@ -59,11 +63,6 @@ def is_of_lightning(value: Value | None) -> bool:
     if not isinstance(value, Thing) or library(value.kind) not in LIGHTNING:
         return False
     return value.kind.rpartition(".")[2] in ("Trainer", "Fabric")
-
-
-def given_by(value: object, label: str, node: ast.AST | None) -> Const:
-    """Return a constant that an argument is."""
-    return Const(value, sources=(Thing("option", label=label, node=node),))
 
 
 class RunInterpreter(Interpreter):
@@ -94,7 +93,7 @@ class RunInterpreter(Interpreter):
         self._files: dict[str, Value | None] = {}
         self._defaults = defaults
         self._words = words
-        self._flags, self._positional = _flags(words)
+        self._flags, self._positional = flags(words)
         self._used: set[str] = set()
         self._declares = False
         self._evaluating: set[int] = set()
@@ -134,6 +133,11 @@ class RunInterpreter(Interpreter):
         if any(isinstance(item, Thing) and item.kind == "option" for item in value.sources):
             self._hold(key, value, None)
         super().store(where, key, value)
+
+    def _do_augassign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.target, ast.Name):  # what it held before is not what a loop sees
+            self._held.pop(node.target.id.lower(), None)
+        super()._do_augassign(node)
 
     def assign(self, target: ast.AST, value: Value) -> None:
         """Bind a target to a value."""
@@ -189,7 +193,7 @@ class RunInterpreter(Interpreter):
             and (given := self._of_lightning(name, args, keywords, node)) is not None
         ):
             return given
-        if (followed := _of_text(receiver, name, args)) is not None:
+        if (followed := of_text(receiver, name, args)) is not None:
             return followed
         return super()._result(receiver, name, args, keywords, node)
 
@@ -290,20 +294,18 @@ class RunInterpreter(Interpreter):
                 if field in self._flags:
                     self._used.add(field)
                     word = self._flags[field]
-                    value = [
-                        _guessed(item, declared) for item in (word if isinstance(word, list) else [word])
-                    ]
+                    value = [guessed(item, declared) for item in (word if isinstance(word, list) else [word])]
                     given[field] = given_by(value[0] if len(value) == 1 else value, f"--{field}", declared)
             if kind.library_bases:  # a library's class has the fields that the script does not list
                 for name in self._flags.keys() - {*own, *given}:
                     self._used.add(name)
-                    given[name] = given_by(_typed(self._flags[name]), f"--{name}", node)
+                    given[name] = given_by(typed(self._flags[name]), f"--{name}", node)
             return self.call(kind, (), given, {}, False, node)
         if isinstance(kind, Library):
             keywords: dict[str, Value] = {}
             for name in self._flags.keys() - own:
                 self._used.add(name)
-                keywords[name] = given_by(_typed(self._flags[name]), f"--{name}", node)
+                keywords[name] = given_by(typed(self._flags[name]), f"--{name}", node)
             made = self.call(kind, (), keywords, dict.fromkeys(keywords, node), False, node)
             if isinstance(made, Thing):
                 for name, item in keywords.items():
@@ -432,19 +434,13 @@ class RunInterpreter(Interpreter):
         self._samples(name, first, keywords, node)
         if name == "os.getenv" and first is not None:
             return self._variable(first, args[1] if len(args) > 1 else keywords.get("default"), node)
+        if (found := self._builtin(name, args, node)) is not None:
+            return found
         if name == "dist.get_world_size" and (known := self._world()) is not None:
             return known
-        if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
-            try:
-                kind = {"int": int, "float": float, "str": str}[name.rpartition(".")[2]]
-                return Const(kind(first.value), sources=first.sources, tags=first.tags)
-            except (TypeError, ValueError, OverflowError):
-                return super()._made(name, function, args, keywords, node)
-        if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
-            return Const(len(self._words) + 1)
         if name in ("setup_chat_format", "clone_chat_template") and len(args) > 1:  # of TRL
             return Items([*args[:2], Items([])][: 2 if name == "setup_chat_format" else 3])
-        if name in _BF16:
+        if name in BF16:
             return given_by(True, _ON_GPU, node)
         if name == "torch.cuda.get_device_capability":
             return Items([given_by(number, _ON_GPU, node) for number in (8, 0)])
@@ -453,6 +449,28 @@ class RunInterpreter(Interpreter):
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
             return self._cli(first, node)
         return super()._made(name, function, args, keywords, node)
+
+    def _builtin(self, name: str, args: Sequence[Value], node: ast.AST) -> Value | None:
+        """Return what a built-in function yields for known values, or None."""
+        first = args[0] if args else None
+        if name == "builtins.hasattr" and isinstance(first, Thing) and first.owner is not None:
+            field = constant(args[1]) if len(args) > 1 else None
+            if isinstance(field, str) and not first.owner.library_bases:
+                return Const(field in first.parts or self._of_class(first.owner, field) is not None)
+        if name == "builtins.exec" and self.scope is self.module:  # nanoGPT's ``configurator.py``
+            for key in self._flags.keys() & self.module.names.keys():
+                self._used.add(key)
+                self._held.pop(key.lower(), None)
+                self.assign(ast.Name(key), given_by(typed(self._flags[key]), f"--{key}", node))
+        if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
+            try:
+                kind = {"int": int, "float": float, "str": str}[name.rpartition(".")[2]]
+                return Const(kind(first.value), sources=first.sources, tags=first.tags)
+            except (TypeError, ValueError, OverflowError):
+                return None
+        if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
+            return Const(len(self._words) + 1)
+        return None
 
     def _samples(self, name: str, first: Value | None, keywords: Mapping[str, Value], node: ast.AST) -> None:
         """Follow what makes samples and batches for a loader or a trainer, which call it out of sight."""
@@ -473,12 +491,12 @@ class RunInterpreter(Interpreter):
 
     def _loaded(self, source: Value | None, node: ast.AST) -> Value | None:
         """Return the file of settings that a value was opened from, or None where it cannot be read."""
-        path = _path_of(source)
+        path = path_of(source)
         if path is None or self._load is None or not path.lower().endswith(_SETTINGS):
             return None
         if path not in self._files and len(self._files) < _MOST_FILES:
             data = self._load(path)
-            self._files[path] = _as_value(data, path, node) if isinstance(data, dict) else None
+            self._files[path] = as_value(data, path, node) if isinstance(data, dict) else None
         return self._files.get(path)
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
@@ -490,10 +508,12 @@ class RunInterpreter(Interpreter):
         form = function.node.args
         names = {item.arg for item in (*form.posonlyargs, *form.args, *form.kwonlyargs)}
         given: dict[str, Value] = {
-            name: given_by(_typed(word), f"--{name}", node)
+            name: given_by(typed(word), f"--{name}", node)
             for name, word in self._flags.items()
             if name in names
         }
+        if form.kwarg is not None:
+            given |= {name: given_by(typed(word), f"--{name}", node) for name, word in self._flags.items()}
         self._used.update(given)
         return self.enter(function, (), given, node)
 
@@ -535,21 +555,23 @@ class RunInterpreter(Interpreter):
         if isinstance(made, Thing) and made.kind == "binary":
             left, right = made.args
             if isinstance(left, Const) and isinstance(right, Const):
-                found = _folded(node.op, left.value, right.value)
+                found = folded(node.op, left.value, right.value)
                 if found is not None:
                     return Const(found, sources=(*left.sources, *right.sources))
         return made
 
     def _boolop(self, node: ast.BoolOp) -> Value:
         made = super()._boolop(node)
-        asks = isinstance(node.op, ast.And) and any(map(_asks_for_bf16, node.values))
+        asks = isinstance(node.op, ast.And) and any(map(asks_for_bf16, node.values))
         # What stands beside it asks for CUDA and NCCL.
         return given_by(True, _ON_GPU, node) if asks and self.truth(made) is None else made
 
     def _compare(self, node: ast.Compare) -> Value:
         made = super()._compare(node)
         if isinstance(made, Thing) and len(node.ops) == 1 and len(made.args) == 2:
-            known = _compared(node.ops[0], *made.args)
+            known = compared(node.ops[0], *made.args)
+            if known is None and self._processes is not None:
+                known = launched(node.ops[0], *made.args)
             if known is not None:
                 return Const(known)
         return made
@@ -564,133 +586,3 @@ class RunInterpreter(Interpreter):
             known = {self.truth(item) for item in value.options}
             return known.pop() if len(known) == 1 else None
         return super().truth(value)
-
-
-def _asks_for_bf16(node: ast.expr) -> bool:
-    names = tuple(name.rpartition(".")[2] for name in _BF16)
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(names)
-
-
-def _path_of(value: Value | None, depth: int = 0) -> str | None:
-    """Return the path of a file that a script opens or reads, where it is made of constants."""
-    if isinstance(value, Const):
-        return value.value if isinstance(value.value, str) else None
-    if not isinstance(value, Thing) or depth > _DEEPEST:
-        return None
-    parts: Sequence[Value] = value.args[:1] if value.kind in ("builtins.open", "io.open") else ()
-    if value.kind in ("pathlib.Path", "os.path.join") or (value.kind, value.label) == ("binary", "Div"):
-        parts = value.args
-    elif value.kind == "unknown":  # ``with open(...) as file``
-        parts = value.sources[:1]
-    elif value.kind == "result" and value.label in ("open", "read", "read_text", "read_bytes"):
-        parts = (value.inner,) if value.inner is not None else ()
-    paths = [_path_of(part, depth + 1) for part in parts]
-    known = [path for path in paths if path is not None]
-    return "/".join(known) if known and len(known) == len(paths) else None
-
-
-def _as_value(data: object, label: str, node: ast.AST, depth: int = 0) -> Value:
-    """Return plain data of a file as what a script computes."""
-    if isinstance(data, dict) and depth < _DEEPEST:
-        items: dict[object, Value] = {
-            key: _as_value(item, f"{label}: {key}", node, depth + 1) for key, item in data.items()
-        }
-        return Table(items, dict.fromkeys(items, node))
-    if isinstance(data, list) and depth < _DEEPEST:
-        return Items([_as_value(item, label, node, depth + 1) for item in data])
-    return given_by(data, label, node)
-
-
-def _flags(words: Sequence[str]) -> tuple[dict[str, str | list[str]], list[str]]:
-    """Return the flags of a command line with their values, and the other words."""
-    flags: dict[str, str | list[str]] = {}
-    positional: list[str] = []
-    current: str | None = None
-    for word in words:
-        if re.match(r"--?[A-Za-z]", word):
-            name, equals, value = word.lstrip("-").partition("=")
-            current = name.replace("-", "_")
-            flags[current] = value if equals else "true"
-            current = None if equals else current
-        elif current is None:
-            positional.append(word)
-        elif flags[current] == "true":
-            flags[current] = word
-        else:
-            before = flags[current]
-            flags[current] = [*before, word] if isinstance(before, list) else [before, word]
-    return flags, positional
-
-
-def _of_text(receiver: Value, name: str, args: Sequence[Value]) -> Value | None:
-    """Return what a method of a known text yields, or None."""
-    text, given = constant(receiver), [item.value for item in args if isinstance(item, Const)]
-    if not isinstance(text, str) or name not in _OF_TEXT or len(given) < len(args) or len(text) > _LONGEST:
-        return None
-    try:
-        made = getattr(text, name)(*given)
-    except (TypeError, ValueError):
-        return None
-    if isinstance(made, list):
-        return Items([Const(item, sources=receiver.sources) for item in made], sources=receiver.sources)
-    return Const(made, sources=receiver.sources)
-
-
-def _typed(word: str | list[str]) -> object:
-    """Return the value of a word whose type nobody says."""
-    if isinstance(word, list):
-        return [_typed(item) for item in word]
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return None if word == "None" else word
-
-
-def _guessed(word: str, declared: ast.AST) -> object:
-    """Return the value of a field: text where its annotation says so."""
-    annotation = ast.unparse(declared.annotation) if isinstance(declared, ast.AnnAssign) else ""
-    return (
-        word if "str" in annotation and not re.search(r"\b(?:int|float|bool)\b", annotation) else _typed(word)
-    )
-
-
-def _folded(operator: ast.operator, left: object, right: object) -> object:
-    """Return a power, a shift or a remainder of two whole numbers of a usual size, or None."""
-    if type(left) is not int or type(right) is not int or not 0 <= right < 64 or abs(left) > 1 << 32:
-        return None
-    if isinstance(operator, ast.Pow):
-        return left**right
-    if isinstance(operator, ast.LShift):
-        return left << right
-    return left % right if isinstance(operator, ast.Mod) and right else None
-
-
-def _compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
-    """Return the result of a comparison of constants, or None."""
-    if isinstance(operator, ast.In | ast.NotIn) and isinstance(left, Const):
-        if isinstance(right, Items) and all(isinstance(item, Const) for item in right.values):
-            held = left.value in [item.value for item in right.values if isinstance(item, Const)]
-        elif isinstance(right, Const) and isinstance(right.value, str) and isinstance(left.value, str):
-            held = left.value in right.value
-        else:
-            return None
-        return held == isinstance(operator, ast.In)
-    if isinstance(right, Library) and isinstance(operator, ast.Eq | ast.NotEq):
-        owner, _, member = right.name.rpartition(".")
-        known = owner.endswith("DistributedType") and member in _ACCELERATORS
-        return isinstance(operator, ast.NotEq) if known else None
-    one, two = constant(left), constant(right)
-    if isinstance(one, int | float) and isinstance(two, int | float):
-        if isinstance(operator, ast.Gt):
-            return one > two
-        if isinstance(operator, ast.GtE):
-            return one >= two
-        if isinstance(operator, ast.Lt):
-            return one < two
-        if isinstance(operator, ast.LtE):
-            return one <= two
-    return None

@@ -23,7 +23,8 @@ from fsdptool.scripts.values import (
     Value,
 )
 
-_UNROLLED = 6
+_UNROLLED, _PAIRS = 6, 40
+"""Items that a loop is followed for one by one: of a list, and names with values of a dictionary."""
 TRIGGERS = frozenset({
     "fully_shard", "FullyShardedDataParallel", "FSDP", "FSDPModule", "Accelerator", "prepare",
     "TrainingArguments",
@@ -351,7 +352,7 @@ class Interpreter(Expressions):
         whole = self.value(node.iter)
         self.emit("iterate", "for", node, target=whole)
         values: list[Value] = [self.element(whole, node)]
-        if isinstance(whole, Items) and 0 < len(whole.values) <= _UNROLLED:
+        if isinstance(whole, Items) and 0 < len(whole.values) <= (_PAIRS if _is_paired(whole) else _UNROLLED):
             values = list(whole.values)
         for value in values:
             self.assign(node.target, value)
@@ -442,6 +443,10 @@ def _is_main(test: ast.expr) -> bool:
 
 def _is_typing(test: ast.expr) -> bool:
     return getattr(test, "id", getattr(test, "attr", "")) == "TYPE_CHECKING"
+
+
+def _is_paired(whole: Items) -> bool:
+    return all(isinstance(item, Items) and len(item.values) == 2 for item in whole.values)
 
 
 def _exits(node: ast.stmt) -> bool:

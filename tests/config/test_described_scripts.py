@@ -801,3 +801,9 @@ def test_a_configuration_of_torchtitan_in_python_leaves_the_run_open() -> None:
     run = described("NGPU=4 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.steps 9\n")
     assert (run.processes, run.micro_batch, run.sequence_length) == (4, None, None)
     assert any("llama3_8b is not read" in problem for problem in run.problems)
+
+
+def test_trls_script_for_images_cuts_nothing() -> None:
+    line = "accelerate launch examples/scripts/sft_vlm.py --model_name_or_path a/b --dataset_name d"
+    assert described(f"{line}\n").sequence_length is None
+    assert described(f"{line} --max_length 9\n").sequence_length == 9

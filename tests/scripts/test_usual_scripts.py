@@ -293,3 +293,82 @@ GRPOTrainer(model=model, reward_funcs=[reward], args=args).train()
 """)
     assert (run.sequence_length, run.problems) == (1024, ())
     assert run.quantisation == "bnb nf4, double quantisation, storage uint8"
+
+
+NANO = """
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+gradient_accumulation_steps = 5 * 8
+batch_size = 12
+block_size = 1024
+exec(open("configurator.py").read())
+if int(os.environ.get("RANK", -1)) != -1:
+    gradient_accumulation_steps //= int(os.environ["WORLD_SIZE"])
+model = DistributedDataParallel(AutoModelForCausalLM.from_pretrained("gpt2"))
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    for _ in range(gradient_accumulation_steps):
+        model(**batch(batch_size, block_size)).loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_that_executes_its_configurator_takes_flags_for_its_variables(tmp_path: Path) -> None:
+    (tmp_path / "nano.py").write_text(NANO)
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 nano.py --batch_size=16\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and (run.micro_batch, run.accumulation, run.global_batch) == (16, 5, 640)
+    alone = describe_path(tmp_path / "nano.py")
+    assert alone is not None and (alone.micro_batch, alone.accumulation) == (12, None)
+
+
+def test_flags_reach_a_configuration_through_keywords() -> None:
+    text = """
+import fire
+import torch
+from dataclasses import dataclass
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+@dataclass
+class Own:
+    model_name: str = "gpt2"
+    enable_fsdp: bool = False
+    batch_size_training: int = 4
+def update(config, **kwargs):
+    for name, value in kwargs.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+def main(**kwargs):
+    config = Own()
+    update(config, **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(config.model_name)
+    if config.enable_fsdp:
+        model = FSDP(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in DataLoader(rows, batch_size=config.batch_size_training):
+        model(**batch).loss.backward()
+        optimizer.step()
+fire.Fire(main)
+"""
+    run = described(text)
+    assert (run.model, run.fsdp, run.micro_batch) == ("gpt2", "none", 4)
+    run = described(text, "--enable_fsdp", "--model_name=a/b", "--batch_size_training", "2", "--other", "1")
+    assert (run.model, run.fsdp, run.micro_batch) == ("a/b", 1, 2)
+
+
+def test_fields_that_a_script_adds_to_arguments_are_its_own() -> None:
+    run = described("""
+import transformers
+from dataclasses import dataclass
+from transformers import Trainer
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    model_max_length: int = 256
+args, = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+model = transformers.AutoModelForCausalLM.from_pretrained("gpt2")
+Trainer(model=model, args=args).train()
+""")
+    assert run.sequence_length == 256 and not any("only the script" in note for note in run.notes)

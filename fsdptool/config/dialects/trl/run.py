@@ -185,6 +185,9 @@ def _objective(read: RunReader) -> str:
 
 
 def _length(read: RunReader, objective: str) -> int | None:
+    if read.file.launch.script.endswith("sft_vlm") and not read.has("max_length"):
+        read.notes.append("sft_vlm.py cuts nothing, so that images stay whole: give --seq-len")
+        return None
     if objective not in ("grpo", "rloo"):
         return read.whole("max_length", "max_seq_length")
     read.use("num_generations", "beta")
