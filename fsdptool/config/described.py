@@ -24,6 +24,7 @@ from fsdptool.config.dialects.run_reader import (
     may_shard,
     state_bits,
 )
+from fsdptool.config.dialects.trainer.run import mesh_of_accelerate
 from fsdptool.config.shell import (
     Command,
     find_commands,
@@ -37,7 +38,7 @@ from fsdptool.config.shell_variables import step_of_srun, substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
-from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
+from fsdptool.records.described_run import NOT_FACTS, DescribedRun, UnmodelledKey
 from fsdptool.scripts import SCRIPTS
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name, format_of_name
 from fsdptool.spelling import integer
@@ -52,7 +53,7 @@ _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
 _STAND_INS = (1, 2, True, False, "float32", "bfloat16", "eager", "sdpa", "adamw_8bit", "muon", "selective")
 """What stands in turn for a value that cannot be read, to find the facts that change with it."""
 _SHIPPED = re.compile(
-    r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|multi_gpu|ddp|single_gpu)\.ya?ml$"
+    r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|ddp|single_gpu)\.ya?ml$"
 )
 """Files of TRL 1.16 (``trl/accelerate_configs``), alignment-handbook and open-r1 that say the same."""
 _NEGATES = ("trl", "trainer", "ms-swift", "llamafactory")
@@ -602,9 +603,11 @@ def _shipped(name: str) -> dict[str, Any] | None:
     found = _SHIPPED.search(name)
     if found is None:
         return None
-    kind = "DEEPSPEED" if found.group(1).startswith("zero") else "MULTI_GPU"
-    one = found.group(1) == "single_gpu"
-    return {"distributed_type": kind, "mixed_precision": "bf16", "num_processes": 1 if one else 8}
+    name = found.group(1)
+    kind = "DEEPSPEED" if name.startswith("zero") else "FSDP" if name.startswith("fsdp") else "MULTI_GPU"
+    said: dict[str, Any] = {"distributed_type": kind, "mixed_precision": "bf16"}
+    said["num_processes"] = 1 if name == "single_gpu" else 8
+    return said | ({"fsdp_config": {"fsdp_version": int(name[-1])}} if kind == "FSDP" else {})
 
 
 def _merged(launch: Launch, other: Launch) -> Launch:
@@ -616,6 +619,7 @@ def _merged(launch: Launch, other: Launch) -> Launch:
         nodes=launch.nodes or other.nodes,
         mixed_precision=launch.mixed_precision or other.mixed_precision,
         deepspeed=launch.deepspeed or other.deepspeed,
+        compiles=launch.compiles or other.compiles,
         **{name: getattr(other, name) for name in names},
     )
 
@@ -633,8 +637,11 @@ def _settings(
         gpus = flags.get("gpu_ids")
         processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
     precision = flags.get("mixed_precision", data.get("mixed_precision"))
+    inner = data.get("dynamo_config")
+    dynamo = (inner if isinstance(inner, dict) else data).get("dynamo_backend")
     launch = replace(
         launch,
+        compiles=str(flags.get("dynamo_backend", dynamo)).lower() not in ("none", "no"),
         processes=processes,
         nodes=integer(flags.get("num_machines", data.get("num_machines"))),
         mixed_precision=None if precision is None else str(precision),
@@ -646,22 +653,13 @@ def _settings(
     classes = tuple(part.strip() for part in str(wrapped).split(",")) if wrapped else None
     return replace(
         launch,
-        mesh=_mesh(data.get("parallelism_config")),
+        mesh=mesh_of_accelerate(data.get("parallelism_config")),
         fsdp=2 if str(settings.get("fsdp_version", 1)) == "2" else 1,
         wrap_classes=classes,
         reshard=str(settings.get("fsdp_reshard_after_forward", True)).lower() not in ("false", "no_shard"),
         cpu_offload=str(settings.get("fsdp_offload_params", False)).lower() == "true",
         checkpointing=str(settings.get("fsdp_activation_checkpointing", False)).lower() == "true",
     )
-
-
-def _mesh(block: Any) -> DescribedMesh | None:
-    """Return the sizes of ``parallelism_config``."""
-    if not isinstance(block, dict):
-        return None
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
-    sizes = {name: integer(block.get(f"parallelism_config_{name}_size")) for name in names}
-    return DescribedMesh(**{name: size for name, size in sizes.items() if size is not None})
 
 
 def describe_path(

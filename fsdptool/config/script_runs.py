@@ -206,6 +206,8 @@ def _of_launch(script: ScriptRun, launch: Launch) -> dict[str, Any]:
     if script.form != "accelerate" or launch.program != "accelerate":
         return {}
     found: dict[str, Any] = {"mixed_precision": launch.mixed_precision}
+    if launch.compiles:
+        found["torch_compile"] = True
     if script.fsdp is None and launch.fsdp is not None:
         found |= {
             "wrap_classes": list(launch.wrap_classes or ()) or None,

@@ -48,6 +48,11 @@ _LOADERS = (
     *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
 )
 """Functions that read a file of settings."""
+_RECORDS = (
+    *("omegaconf.OmegaConf.create", "argparse.Namespace", "types.SimpleNamespace", "easydict.EasyDict"),
+    *("ml_collections.ConfigDict", "addict.Dict", "munch.Munch", "box.Box", "transformers.utils.AttrDict"),
+)
+"""What makes an object of a dictionary, whose items are its attributes."""
 _ON_GPU = "on a GPU with bfloat16"
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
 _MOST_FILES = 20
@@ -440,6 +445,10 @@ class RunInterpreter(Interpreter):
             return known
         if name in ("setup_chat_format", "clone_chat_template") and len(args) > 1:  # of TRL
             return Items([*args[:2], Items([])][: 2 if name == "setup_chat_format" else 3])
+        if name in _RECORDS and (first is None or isinstance(first, Table)):
+            kept = first if isinstance(first, Table) else Table({}, {})
+            items: dict[object, Value] = kept.items | dict(keywords.items())
+            return Table(items, {**dict.fromkeys(items, node), **kept.nodes}, kept.whole)
         if name in BF16:
             return given_by(True, _ON_GPU, node)
         if name == "torch.cuda.get_device_capability":

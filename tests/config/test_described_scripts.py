@@ -8,7 +8,7 @@ import pytest
 
 from fsdptool.config.described import describe_path, describe_run
 from fsdptool.files.text import SourceText
-from fsdptool.records.described_run import DescribedRun
+from fsdptool.records.described_run import DescribedMesh, DescribedRun
 
 AXOLOTL = """
 base_model: org/Llama-3.1-8B
@@ -741,7 +741,7 @@ def test_the_epochs_of_a_script_are_known_where_its_steps_count() -> None:
 
 
 def test_a_script_that_is_given_a_rank_trains_adapters() -> None:
-    line = "deepspeed train_lora.py --model_name a/llama-2-7b --output_dir o --per_device_train_batch_size 4"
+    line = "deepspeed train_own.py --model_name a/llama-2-7b --output_dir o --per_device_train_batch_size 4"
     assert described(f"{line}\n").method == "full"
     run = described(f"{line} --lora_r 8 --lora_dropout 0.1 --flash_attn True\n")
     assert (run.method, run.lora_rank, run.lora_dropout) == ("lora", 8, 0.1)
@@ -807,3 +807,70 @@ def test_trls_script_for_images_cuts_nothing() -> None:
     line = "accelerate launch examples/scripts/sft_vlm.py --model_name_or_path a/b --dataset_name d"
     assert described(f"{line}\n").sequence_length is None
     assert described(f"{line} --max_length 9\n").sequence_length == 9
+
+
+def test_the_accelerate_file_of_a_trl_file_says_how_it_is_launched(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("""
+distributed_type: FSDP
+num_processes: 16
+num_machines: 2
+fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: "A,B", fsdp_activation_checkpointing: true}
+parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_cp_size: 2}
+""")
+    text = f"{TRL}gradient_checkpointing: false\n"
+    (tmp_path / "run.yaml").write_text(f"{text}accelerate_config: own.yaml\n")
+    run = describe_path(tmp_path / "run.yaml")
+    assert run is not None and (run.processes, run.nodes, run.fsdp) == (16, 2, 2)
+    assert (run.wrap_classes, run.gradient_checkpointing) == (("A", "B"), "full")
+    assert (run.mesh.dp_shard, run.mesh.cp, run.global_batch) == (8, 2, 16)
+    assert described(f"{text}accelerate_config: fsdp2\n").processes == 8
+    run = described(
+        "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml sft.py --packing\n".replace(
+            "--packing", "--model_name_or_path a/b --dataset_name d --output_dir o"
+        )
+    )
+    assert (run.fsdp, run.processes) == (2, 8)
+
+
+def test_the_launch_compiles_what_accelerate_prepares(tmp_path: Path) -> None:
+    line = "accelerate launch --dynamo_backend=inductor run_clm.py --model_name_or_path gpt2 --output_dir o"
+    assert described(f"{line}\n").compile is True
+    assert described(f"{line}\n".replace("inductor", "no")).compile is False
+    (tmp_path / "own.py").write_text("""
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+own = OmegaConf.create({"model": "gpt2", "steps": 4})
+accelerator = Accelerator(gradient_accumulation_steps=own.steps)
+model = AutoModelForCausalLM.from_pretrained(own.model)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for batch in rows:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+""")
+    (tmp_path / "run.sh").write_text("accelerate launch --num_processes 2 --dynamo_backend inductor own.py\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and (run.model, run.accumulation, run.compile) == ("gpt2", 4, True)
+
+
+def test_a_script_for_adapters_says_so_by_its_name() -> None:
+    line = "--model_name_or_path a/b --output_dir o --per_device_train_batch_size 1"
+    run = described(f"torchrun --nproc_per_node 2 -m lora-own {line} --rank 64\n")
+    assert (run.method, run.lora_rank) == ("lora", 64)
+    assert described(f"python qlora.py {line}\n").method == "qlora"
+    assert described(f"python qlora.py {line} --bits 16\n").method == "lora"
+
+
+def test_verl_shares_a_model_within_groups_and_names_its_optimizer() -> None:
+    actor = "actor_rollout_ref.actor"
+    run = described(
+        f"python -m verl.trainer.main_ppo {actor}.ppo_micro_batch_size_per_gpu=1 trainer.nnodes=2"
+        f" {actor}.fsdp_config.fsdp_size=8 {actor}.fsdp_config.model_dtype=bfloat16"
+        f" {actor}.optim.optimizer=AdamW8bit {actor}.optim.optimizer_impl=torchao.optim"
+        " actor_rollout_ref.model.path=a/b actor_rollout_ref.model.enable_activation_offload=True\n"
+    )
+    assert (run.mesh.dp_replicate, run.mesh.dp_shard) == (2, 8)
+    assert (run.optimizer, run.optimizer_state_bits, run.activation_offloading) == ("adamw8bit", 8, True)
+    line = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=a/b engine.fsdp_size=4"
+    assert described(f"{line}\n").mesh == DescribedMesh(1, 4)

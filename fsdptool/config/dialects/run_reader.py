@@ -131,6 +131,7 @@ class Launch:
         cpu_offload: Whether the launcher offloads parameters.
         checkpointing: Whether the launcher checkpoints activations.
         deepspeed: Whether the launcher starts DeepSpeed.
+        compiles: Whether the launcher compiles the model (accelerate's ``dynamo_backend``).
         mesh: Sizes of the mesh that the launcher's file sets; None without.
         unread: Name of the launcher's file, where it was not read: it may switch FSDP on.
         problems: Files that the command names and that were not read; one line each.
@@ -149,6 +150,7 @@ class Launch:
     cpu_offload: bool = False
     checkpointing: bool = False
     deepspeed: bool = False
+    compiles: bool = False
     mesh: DescribedMesh | None = None
     unread: str | None = None
     problems: tuple[str, ...] = ()

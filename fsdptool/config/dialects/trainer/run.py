@@ -16,6 +16,7 @@ from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, 
 from fsdptool.config.dialects.trainer.run_keys import KEYS, MODELS, OLD, SCRIPTS, script_of
 from fsdptool.files.tree import ParseError, parse_json, to_python
 from fsdptool.records.described_run import LIGER_KERNELS, DescribedMesh, DescribedRun
+from fsdptool.spelling import integer
 
 _OF_4 = ("adafactor", "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "sharded_ddp", "no_cuda")
 """Arguments that transformers 5 does not have, though 4.x did."""
@@ -89,15 +90,18 @@ def _adapter(read: RunReader) -> dict[str, Any]:
     """Return the method, by the flags that scripts with peft share (alpaca-lora, FastChat's train_lora)."""
     named = [key for key in _SWITCHES if read.has(key)]
     on = any(read.flag(key) for key in named)
+    words = re.split(r"[^a-z]+", read.file.launch.script.rpartition(".")[2].lower())
+    told = [word for word in ("lora", "qlora") if word in words]
     # Scripts without a switch adapt whatever they are given a rank for.
-    if not on and (named or not any(map(read.has, ("lora_r", "lora_rank", "q_lora")))):
+    if not on and (named or not (told or any(map(read.has, ("lora_r", "lora_rank", "q_lora"))))):
         return {"method": "full", "quantisation": "none"}
     read.use("lora_alpha")
-    four = read.flag("load_in_4bit") or read.flag("q_lora") or read.whole("bits") == 4
+    bits = read.whole("bits") or (4 if "qlora" in told else None)
+    four = read.flag("load_in_4bit") or read.flag("q_lora") or bits == 4
     return {
         "method": "qlora" if four else "lora",
         "quantisation": "bnb nf4" if four else "none",
-        "lora_rank": read.whole("lora_r", "lora_rank"),
+        "lora_rank": read.whole("lora_r", "lora_rank", *(("rank",) if told else ())),
         "lora_dropout": read.number("lora_dropout"),
         "lora_targets": read.names("lora_target_modules", "lora_target"),
     }
@@ -194,7 +198,7 @@ def arguments(
         "gradient_checkpointing": "full" if recomputes else "none",
         "fused_loss": "liger" if read.flag("use_liger_kernel") else "none",
         "fused_kernels": LIGER_KERNELS if read.flag("use_liger_kernel") else (),
-        "compile": read.flag("torch_compile"),
+        "compile": read.flag("torch_compile") or launch.compiles,
         "processes": launch.processes,
         "mesh": mesh,
         "steps": steps if steps is not None and steps > 0 else None,
@@ -274,3 +278,12 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         "cpu_offload": "offload" in text or bool(get("cpu_offload") or get("offload_params")),
         "checkpoints": bool(get("activation_checkpointing")),
     }
+
+
+def mesh_of_accelerate(block: Any) -> DescribedMesh | None:
+    """Return the sizes of ``parallelism_config``."""
+    if not isinstance(block, dict):
+        return None
+    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    sizes = {name: integer(block.get(f"parallelism_config_{name}_size")) for name in names}
+    return DescribedMesh(**{name: size for name, size in sizes.items() if size is not None})

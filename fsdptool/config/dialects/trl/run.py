@@ -21,17 +21,22 @@ from fsdptool.config.dialects.run_reader import (
     names,
     state_bits,
 )
-from fsdptool.config.dialects.trainer.run import arguments, computed_in, fsdp
+from fsdptool.config.dialects.trainer.run import arguments, computed_in, fsdp, mesh_of_accelerate
 from fsdptool.config.dialects.trl.run_keys import KEYS, OLD, OLD_DEFAULTS, WITHOUT_DROPOUT
 from fsdptool.config.programs import is_before
 from fsdptool.records.described_run import DescribedRun
 from fsdptool.scripts import SCRIPTS
 from fsdptool.source.peft_targets import PEFT_TARGETS, USUAL, type_of
+from fsdptool.spelling import integer
 
 _OF_0_18 = ("torch_dtype", "max_seq_length", "max_prompt_length", "use_liger")
 """Keys of 0.18 that 1.16 refuses and that decide the run."""
 _FLASH = ("use_flash_attention_2", "use_flash_attn")
 """Switches of alignment-handbook 0.1, and of scripts around TRL."""
+_SHIPPED = {
+    "fsdp1": 8, "fsdp2": 8, "zero1": 8, "zero2": 8, "zero3": 8, "multi_gpu": 8, "single_gpu": 1,
+}  # fmt: skip
+"""Configurations that TRL ships, and their numbers of processes (``trl/accelerate_configs``)."""
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Choices of ``dtype`` (``trainer/model_config.py:93``)."""
 _DPO_LOSSES = names("""
@@ -208,8 +213,12 @@ def _fused_loss(read: RunReader, objective: str, old: bool) -> str:
 
 def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
     """Add what ``accelerate_config`` names: a configuration that TRL ships, or a file."""
-    processes = read.whole("num_processes")
-    machines = read.whole("num_machines")
+    named = read.text("accelerate_config")
+    data = read.file.beside(named) if named is not None and named not in _SHIPPED else None
+    data = data if isinstance(data, dict) else {}
+    processes = read.whole("num_processes") or integer(data.get("num_processes")) or _SHIPPED.get(named or "")
+    facts["mesh"] = mesh_of_accelerate(data.get("parallelism_config")) or facts["mesh"]
+    machines = read.whole("num_machines") or integer(data.get("num_machines"))
     if machines is not None:
         facts["nodes"] = machines
     if processes is not None:
@@ -217,7 +226,6 @@ def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
         facts["global_batch"] = global_batch(
             facts["micro_batch"], facts["accumulation"], processes, facts["mesh"]
         )
-    named = read.text("accelerate_config")
     if named is None or facts["fsdp"] != "none":
         return
     if named in ("fsdp1", "fsdp2"):
@@ -228,17 +236,20 @@ def _accelerate(read: RunReader, facts: dict[str, Any]) -> None:
             f"DeepSpeed ({named}) is out of scope: the FSDP2 equivalent is accelerate_config: fsdp2"
         )
         return
-    data = read.file.beside(named)
-    if not isinstance(data, dict):
-        if named not in ("single_gpu", "multi_gpu"):
+    if not data:
+        if named not in _SHIPPED:
             read.unread_elsewhere(f"accelerate_config {named} is not read: what it sets is not known")
         if may_shard(named):
             facts |= {"fsdp": None, "cpu_offload": None}
         return
     block = data.get("fsdp_config") or {}
     if str(data.get("distributed_type")).upper() == "FSDP":
+        wrapped = block.get("fsdp_transformer_layer_cls_to_wrap")
         facts |= {
             "fsdp": 2 if str(block.get("fsdp_version", 1)) == "2" else 1,
+            "wrap_classes": tuple(name.strip() for name in str(wrapped).split(",")) if wrapped else None,
             "reshard": block.get("fsdp_reshard_after_forward", True) is not False,
             "cpu_offload": bool(block.get("fsdp_offload_params")),
         }
+        if block.get("fsdp_activation_checkpointing"):
+            facts["gradient_checkpointing"] = "full"

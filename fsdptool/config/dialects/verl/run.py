@@ -76,13 +76,13 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     processes = file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
-    common = _common(read, model, stored, rank, "model.target_modules")
+    common = _common(read, model, stored, rank, "model", "optim")
     chosen = file.groups.get("engine", read.raw("engine"))
     group = chosen if isinstance(chosen, str) else None
     if group not in (None, "fsdp"):
         read.keys = replace(ENGINE, memory={**ENGINE.memory, "engine": None})
         read.notes.append(f"engine: {group} is out of scope: the equivalent of FSDP2 is engine=fsdp")
-    mesh = _mesh(read.whole("engine.fsdp_size") if engine else None, sp)
+    mesh = _mesh(read.whole("engine.fsdp_size") if engine else None, sp, processes)
     if group == "megatron":
         mesh = DescribedMesh(**{axis: read.whole(f"engine.{key}") or 1 for axis, key in _MEGATRON.items()})
         common |= {"wrap_classes": None}
@@ -142,7 +142,7 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
     stored = dtype_word(read.text(f"{_ACTOR}.fsdp_config.model_dtype"))
     read.use(f"{_MODEL}.use_remove_padding", f"{_ACTOR}.fsdp_config.param_offload")
     read.use(f"{_ACTOR}.fsdp_config.optimizer_offload")
-    facts = _common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), f"{_MODEL}.target_modules")
+    facts = _common(read, model, stored, read.whole(f"{_MODEL}.lora_rank"), _MODEL, f"{_ACTOR}.optim")
     if megatron:
         facts |= _megatron(read)
     else:
@@ -150,7 +150,7 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
             "fsdp": _version(read, f"{_ACTOR}.strategy"),
             "reshard": read.flag(f"{_ACTOR}.fsdp_config.reshard_after_forward"),
             "cpu_offload": read.flag(f"{_ACTOR}.fsdp_config.offload_policy"),
-            "mesh": _mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp),
+            "mesh": _mesh(read.whole(f"{_ACTOR}.fsdp_config.fsdp_size"), sp, processes),
             "gradient_checkpointing": "full"
             if read.flag(f"{_MODEL}.enable_gradient_checkpointing")
             else "none",
@@ -171,12 +171,13 @@ def _describe_rl(file: RunFile, *, megatron: bool = False) -> DescribedRun:
 
 
 def _common(
-    read: RunReader, model: str | None, stored: str | None, rank: int | None, targets: str
+    read: RunReader, model: str | None, stored: str | None, rank: int | None, section: str, optim: str
 ) -> dict[str, Any]:
     adapter = bool(rank)
     layers = layer_classes_of(family_of_name(model or "")[0])
-    named = read.names(targets)
-    optimizer = "adamw"
+    named = read.names(f"{section}.target_modules")
+    optimizer = (read.text(f"{optim}.optimizer") or "adamw").lower()
+    read.use(f"{optim}.optimizer_impl")
     return {
         "model": model,
         "method": "lora" if adapter else "full",
@@ -191,6 +192,7 @@ def _common(
         "optimizer": optimizer,
         "optimizer_state_bits": state_bits(optimizer, stored),
         "attention": "flash_attention_2",
+        "activation_offloading": read.flag(f"{section}.enable_activation_offload"),
         "compile": False,
         "wrap_classes": (*(layers or ("the model's _no_split_modules",)), "root"),
     }
@@ -234,5 +236,9 @@ def _accumulation(total: int | None, micro: int | None, processes: int | None, s
     return max(1, total // max(1, processes // sp) // micro)
 
 
-def _mesh(size: int | None, sp: int) -> DescribedMesh:
-    return DescribedMesh(dp_replicate=1, dp_shard=size if size and size > 0 else -1, cp=sp)
+def _mesh(size: int | None, sp: int, processes: int | None) -> DescribedMesh:
+    """Return the mesh: each ``fsdp_size`` ranks hold a copy (``fsdp_workers.py:create_device_mesh``)."""
+    if not size or size < 0:
+        return DescribedMesh(dp_replicate=1, dp_shard=-1, cp=sp)
+    replicas = max(processes // size, 1) if processes is not None else None
+    return DescribedMesh(dp_replicate=replicas, dp_shard=size, cp=sp)
