@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from fsdptool.config.dialects.protocol import RunFormat
@@ -11,14 +10,6 @@ if TYPE_CHECKING:
     from fsdptool.config.dialects.run_reader import Launch, RunFile
     from fsdptool.files.tree import Node
     from fsdptool.records.described_run import DescribedRun
-
-SCRIPT = re.compile(
-    r"(?:^|\.)train_(?:dreambooth|text_to_image|controlnet|cogvideox|unconditional|instruct_pix2pix|custom|lcm"
-    r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora|control_|diffusion_dpo"
-    r"|diffusion_orpo|kandinsky|pixart)\w*$"
-)
-"""Names of scripts of diffusers."""
-
 
 _OWN = frozenset([
     "instance_data_dir", "instance_prompt", "train_data_dir", "resolution", "mixed_precision",
@@ -53,6 +44,8 @@ class Diffusers(RunFormat):
 
     def starts(self, launch: Launch, names: frozenset[str]) -> float:
         """Return how surely a command line is that of one of diffusers' scripts, or of a copy."""
+        from fsdptool.config.dialects.diffusers.run_keys import SCRIPT
+
         if names & _OTHERS:
             return 0.0
         named = bool(names & _NAMES)

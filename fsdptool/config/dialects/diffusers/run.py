@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.diffusers import SCRIPT, video_fun
+from fsdptool.config.dialects.diffusers import video_fun
 from fsdptool.config.dialects.diffusers.run_keys import (
     BATCHES,
     BESIDE,
@@ -19,6 +19,7 @@ from fsdptool.config.dialects.diffusers.run_keys import (
     KEYS,
     MODELS,
     RANKS,
+    SCRIPT,
     SIDES,
     TARGETS,
 )

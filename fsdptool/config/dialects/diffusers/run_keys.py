@@ -6,8 +6,16 @@ Source: diffusers 0.40.0.dev0 (58eb52c0) ``examples/dreambooth``, ``examples/tex
 
 from __future__ import annotations
 
+import re
+
 from fsdptool.config.dialects.run_reader import RunKeys, names, sides
 
+SCRIPT = re.compile(
+    r"(?:^|\.)train_(?:dreambooth|text_to_image|controlnet|cogvideox|unconditional|instruct_pix2pix|custom|lcm"
+    r"|textual|flux|sd3|sana|t2i_adapter|wuerstchen|latte|hidream|qwen|lora|control_|diffusion_dpo"
+    r"|diffusion_orpo|kandinsky|pixart)\w*$"
+)
+"""Names of scripts of diffusers."""
 KEYS = RunKeys(
     program="diffusers",
     version="0.40.0.dev0",

@@ -54,7 +54,7 @@ def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
     shell = any(str(key) in _SHELL for key in file.data)
     file = replace(file, data=_flags(file.data, shell))
-    # A shell file sets variables for other programs, too: what is no flag here is not refused.
+    # A shell file sets variables for other programs, too: one that is not a flag here is not refused.
     read = RunReader(file, replace(KEYS, unknown="dropped") if shell else KEYS)
     launch = file.launch
     model, family = _model(read)
