@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 
+from fsdptool.modeling.resolve import resolve_run
 from fsdptool.planning import Options, make_plan, read_request
 from fsdptool.planning import plan as planning
+from fsdptool.planning.candidate.estimator import Estimator
+from fsdptool.planning.candidate.point import point_of
 from fsdptool.planning.search.bounds import is_bounded
 from fsdptool.planning.search.search import run_search
-from fsdptool.records.plan import Candidate, Plan, RejectionKind
+from fsdptool.records.plan import Candidate, Plan, RejectionKind, SearchPoint
 
 H100, RTX = "H100-80GB-SXM", "RTX-4090-24GB"
 ONE_TRACE = {"micro_batch": 1, "tp": 1, "ep": 1}
@@ -73,3 +76,28 @@ def test_what_is_left_out_says_how_much_is_missing_at_least() -> None:
     assert item.rejected_by.kind is RejectionKind.DEVICE_MEMORY
     assert item.rejected_by.detail.startswith("needs at least ")
     assert item.step_seconds is None
+
+
+def test_the_least_of_a_point_does_not_depend_on_the_points_before_it() -> None:
+    """What an estimator keeps for further points is kept by the number of shards, too."""
+    options = {"reference": "llama3:tiny", "gpu": H100, "gpus": 8, "sequence_length": 64, "compile": False}
+    inputs = read_request(cast("Options", options)).inputs
+    spec, anatomy = planning.inspect_model(inputs)
+    cluster, machine = inputs.clusters[0], inputs.machines[0]
+    run = resolve_run(inputs.recipe, inputs.settings, ranks=cluster.world_size)
+    start = point_of(run)
+    points = [
+        replace(start, dp_shard=8 // copies, dp_replicate=copies, reshard_after_forward=reshard)
+        for copies in (1, 2, 4)
+        for reshard in (True, False)
+    ]
+
+    def least(estimator: Estimator, point: SearchPoint) -> int | None:
+        estimator.trace_of(start, cluster)
+        return estimator.least_bytes(point, cluster, machine)
+
+    shared = Estimator(spec, anatomy, run)
+    found = [least(shared, point) for point in points]
+    assert found == [least(Estimator(spec, anatomy, run), point) for point in points]
+    assert found[0] is not None
+    assert len(set(found)) == 6
