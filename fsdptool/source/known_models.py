@@ -293,6 +293,12 @@ def layer_classes() -> frozenset[str]:
     return frozenset(name for family, _ in _known().values() for name in layer_classes_of(family))
 
 
+def denoises(family: str) -> bool:
+    """Whether a size of the catalogue is a model that makes images, video or sound from noise."""
+    objective = load_registry().get(family.partition(":")[0]).default_objective
+    return objective in ("flow_matching", "epsilon", "v_prediction", "edm")
+
+
 def hub_id_of(family: str) -> str | None:
     """Return the name on the Hub that a size of the catalogue was published under, or None."""
     name, _, size = family.partition(":")

@@ -69,6 +69,9 @@ def test_a_shell_file_of_simpletuner_sets_variables_for_others(tmp_path: Path) -
     [
         ({"model_family": "sdxl", "pretrained_model_name_or_path": "/m/cartoon_v3.safetensors"}, "sdxl:unet"),
         ({"model_family": "sdxl", "pretrained_model_name_or_path": "org/mine"}, None),  # the Hub knows it
+        ({"model_family": "sdxl", "pretrained_model_name_or_path": "models/mine"}, "sdxl:unet"),
+        ({"model_family": "sdxl", "pretrained_model_name_or_path": "some/mine.gguf"}, "sdxl:unet"),
+        ({"model_family": "sdxl", "pretrained_model_name_or_path": ""}, None),
         ({"model_family": "sd3", "pretrained_model_name_or_path": "/m/mine"}, None),  # two sizes
         (
             {"model_family": "sd3", "model_flavour": "large", "pretrained_model_name_or_path": "/m/mine"},
@@ -123,19 +126,20 @@ def toolkit(**parts: str) -> DescribedRun:
 
 
 @pytest.mark.parametrize(
-    ("arch", "family"),
+    ("arch", "family", "key"),
     [
-        (", is_xl: true", "sdxl:unet"),
-        (", is_flux: true", "flux.1:dev"),
-        (", arch: 'wan21:14b'", "wan2.1:t2v-14b"),
-        (", arch: 'zimage:turbo'", "z-image:turbo"),
-        (", arch: somebodys", None),
-        ("", "sd1.5:unet"),
+        (", is_xl: true", "sdxl:unet", "model.is_xl"),
+        (", is_flux: true", "flux.1:dev", "model.is_flux"),
+        (", arch: 'wan21:14b'", "wan2.1:t2v-14b", "model.arch"),
+        (", arch: 'zimage:turbo'", "z-image:turbo", "model.arch"),
+        (", arch: somebodys", None, None),
+        ("", "sd1.5:unet", "the default of model.arch"),
     ],
 )
-def test_the_architecture_of_a_job_says_the_size(arch: str, family: str | None) -> None:
+def test_the_architecture_of_a_job_says_the_size(arch: str, family: str | None, key: str | None) -> None:
     run = toolkit(arch=arch)
     assert (run.family, run.lora_rank) == (family, 12)  # the old name of the rank wins
+    assert any(note.endswith(f") by {key}") for note in run.notes) == (key is not None)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +166,20 @@ def test_keys_of_a_job_that_change_memory_are_told() -> None:
     assert memory_of(toolkit(type="somebodys_trainer")) == {"type": None}
 
 
-def test_a_slider_trains_on_sizes_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "area"),
+    [
+        ("[512, 512], [640, 768]", 640 * 768),
+        ("[512, -512]", 512 * 512),
+        ("[512, 1000000000000000000000000000000]", 512 * 512),
+        ("[true, true]", 512 * 512),
+    ],
+)
+def test_a_slider_trains_on_sizes_of_its_own(sizes: str, area: int) -> None:
     text = TOOLKIT.replace("    datasets: [{{folder_path: d, resolution: 768}}]\n", "")
-    text += "    slider: {{resolutions: [[512, 512], [640, 768]]}}\n"
+    text += f"    slider: {{{{resolutions: [{sizes}]}}}}\n"
     run = described(text.format(type="slider", network=NETWORK, train="", model="a/b", arch=""))
-    assert run.pixel_area == 640 * 768
+    assert run.pixel_area == area
 
 
 def launched(script: str, flags: str) -> DescribedRun:
@@ -218,13 +231,22 @@ def test_a_network_without_text_has_epochs_of_its_own() -> None:
     assert (run.epochs, run.height, run.micro_batch) == (7, 64, 16)
 
 
+ODD = (
+    "[]",
+    '{"load_in_4bit": "false"}',
+    '{"load_in_4bit": true, "bnb_4bit_quant_type": null}',
+    '{"load_in_8bit": 1}',
+)
+
+
 @pytest.mark.parametrize(
     ("options", "base", "quantisation"),
     [
         ('{"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"}', "nf4 (bitsandbytes)", "nf4"),
         ('{"load_in_8bit": true}', "int8 (bitsandbytes)", "int8"),
+        ('{"load_in_4bit": true}', "fp4 (bitsandbytes)", "fp4"),
         ("{}", "bf16", "none"),
-        ("[]", "bf16", "none"),
+        *((odd, "bf16", "none") for odd in ODD),
     ],
 )
 def test_a_file_of_bitsandbytes_quantises_the_base(
@@ -236,7 +258,7 @@ def test_a_file_of_bitsandbytes_quantises_the_base(
     )
     run = in_file(tmp_path, "run.sh", line, bnb__json=options)
     assert (run.base_dtype, run.quantisation) == (base, quantisation)
-    assert ("bnb_quantization_config_path" in memory_of(run)) == (options == "[]")
+    assert ("bnb_quantization_config_path" in memory_of(run)) == (options in ODD)
 
 
 def test_the_optimizer_of_a_control_network() -> None:
@@ -247,6 +269,22 @@ def test_the_optimizer_of_a_control_network() -> None:
 def test_commands_of_sd_scripts_are_none_of_diffusers(flag: str) -> None:
     flags = f"--pretrained_model_name_or_path a.safetensors --train_data_dir d --resolution 512 {flag}"
     assert describe_run(SourceText(f"accelerate launch flux_train.py {flags}\n")) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_text_classifier", "bert-base --train_batch_size 8 --train_data_dir d --max_length 128"),
+        ("train_lora", "gpt2 --output_dir o --train_batch_size 4 --lr_scheduler cosine"),
+        ("train_lora", "/m/mine --output_dir o --train_batch_size 4 --lr_scheduler cosine"),
+        ("train_clip", "a/b --train_batch_size 8 --image_column image --resolution 224"),
+        ("train_mine", "gpt2 --instance_prompt p --resolution 224 --train_batch_size 1"),
+    ],
+)
+def test_commands_of_other_programs_are_none_of_diffusers(script: str, flags: str) -> None:
+    text = f"accelerate launch {script}.py --pretrained_model_name_or_path {flags}\n"
+    run = describe_run(SourceText(text))
+    assert run is None or run.program != "diffusers"
 
 
 @pytest.mark.parametrize(("part", "other"), [("prior", "decoder"), ("decoder", "prior")])
@@ -263,6 +301,7 @@ def test_deepspeed_of_a_script_is_out_of_scope(tmp_path: Path) -> None:
     )
     run = in_file(tmp_path, "run.sh", line, ds__yaml="distributed_type: DEEPSPEED\nnum_processes: 2\n")
     assert any("DeepSpeed is out of scope" in note for note in run.notes)
+    assert memory_of(run) == {"use_deepspeed": "less"}
 
 
 @pytest.mark.parametrize(
@@ -317,18 +356,85 @@ TOKENS = "--random_hw_adapt --training_with_video_token_length --token_sample_si
 @pytest.mark.parametrize(
     ("flags", "sizes"),
     [
-        ("--image_sample_size=1328", (1328, 1328, 1)),
-        ("", (512, 512, 1)),
+        ("", (512, 512, 17)),
         ("--video_sample_size=256 --image_sample_size=1024 --video_sample_n_frames=81", (256, 256, 81)),
         (f"--video_sample_size=256 --image_sample_size=1024 {TOKENS}", (640, 640, 17)),
         (f"--video_sample_size=256 --image_sample_size=480 {TOKENS}", (480, 480, 17)),
         ("--enable_bucket --fix_sample_size 480 832 --video_sample_n_frames=49", (480, 832, 49)),
+        ("--enable_bucket --fix_sample_size 488 839 --video_sample_n_frames=49", (480, 832, 49)),
     ],
 )
 def test_sizes_of_video_fun_have_names_of_their_own(flags: str, sizes: tuple[int, int, int]) -> None:
     run = launched("scripts/wan2.1/train", f"{FUN} {flags}")
     assert (run.height, run.width, run.frames or 1) == sizes
     assert run.micro_batch == 16
+
+
+@pytest.mark.parametrize("folder", ["flux", "qwenimage", "z_image_fun"])
+@pytest.mark.parametrize(("flags", "side"), [("--image_sample_size=1328", 1328), ("", 512)])
+def test_scripts_of_video_fun_for_images_have_no_frames(folder: str, flags: str, side: int) -> None:
+    run = launched(f"scripts/{folder}/train_lora", f"{FUN} {flags}")
+    assert (run.height, run.width, run.frames) == (side, side, None)
+
+
+@pytest.mark.parametrize(
+    ("sides", "unresolved"),
+    [("$H $W", True), ("512.5 512", False), ("384 abc", False), ("0 -5", False), (f"{10**23} 512", False)],
+)
+def test_sizes_that_are_no_sizes_are_told(sides: str, unresolved: bool) -> None:
+    run = launched("scripts/wan2.1/train_lora", f"{FUN} --enable_bucket --fix_sample_size {sides}")
+    assert run.height is None or run.width is None
+    assert "fix_sample_size" in memory_of(run)
+    assert any(said.startswith("fix_sample_size") for said in run.problems)
+    assert bool(run.unresolved) == unresolved
+
+
+@pytest.mark.parametrize(("image", "told"), [(1024, True), (512, False)])
+def test_images_that_are_larger_than_the_clips_are_told(image: int, told: bool) -> None:
+    flags = f"--video_sample_size=256 --image_sample_size={image} --video_sample_n_frames=17"
+    run = launched("scripts/wan2.1/train_lora", f"{FUN} {flags}")
+    assert (run.height, run.frames) == (256, 17)
+    assert memory_of(run) == ({"image_sample_size": "more"} if told else {})
+
+
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("wan2.1/train_model_lora", False),
+        ("wan2.1/train_node_lora", False),
+        ("wan2.1/train_ode_lora", True),
+        ("wan2.1_vace/train_lora", True),
+        ("fantasytalking/train_lora", True),
+        ("z_image_fun/train_control_lora", True),
+        ("qwenimage/train_edit_lora", True),
+    ],
+)
+def test_scripts_of_video_fun_that_hold_more_are_told(script: str, more: bool) -> None:
+    run = launched(f"scripts/{script}", FUN)
+    assert any(item.key.startswith("train_") for item in run.keys.not_modelled) is more
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "launch", "stored"),
+    [
+        ("scripts/flux/train_lora", FUN, "--mixed_precision fp16", "fp16"),
+        ("scripts/flux/train_lora", FUN, "--mixed_precision bf16", "bf16"),
+        ("train_dreambooth_lora_flux", "--instance_data_dir d", "--mixed_precision fp16", "fp32"),
+        ("train_dreambooth_lora_flux", "--instance_data_dir d", "--mixed_precision bf16", "bf16"),
+        (
+            "train_dreambooth_lora_flux",
+            "--instance_data_dir d",
+            "--use_fsdp --fsdp_version 2 --mixed_precision bf16",
+            "fp32",
+        ),
+        ("scripts/flux/train_lora", FUN, "--use_fsdp --fsdp_version 2 --mixed_precision bf16", "fp32"),
+    ],
+)
+def test_sharded_adapters_are_stored_in_fp32(script: str, flags: str, launch: str, stored: str) -> None:
+    named = "" if "pretrained" in flags else "--pretrained_model_name_or_path org/name"
+    run = described(f"accelerate launch {launch} {script}.py {named} {flags}\n")
+    assert (run.method, run.stored_dtype) == ("lora", stored)
+    assert run.optimizer_state_bits == (32 if stored == "fp32" else 16)
 
 
 def test_video_fun_trains_weights_in_the_dtype_of_the_computation() -> None:

@@ -45,7 +45,10 @@ _LARGEST = 1e18
 _DEPTH = 5
 """Interpolations that are followed one after another."""
 _VARIABLE = re.compile(r"\$[A-Za-z0-9_{(]|\{\{")
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.safetensors)(?<!\.ckpt)")
+_HUB_ID = re.compile(
+    r"(?!(?:models|checkpoints|ckpts|outputs?|weights)/)\w[\w.-]*/[\w.-]+"
+    r"(?<!\.safetensors)(?<!\.ckpt)(?<!\.gguf)(?<!\.pt)(?<!\.pth)(?<!\.bin)"
+)
 _TRUE, _FALSE = (
     frozenset({"true", "yes", "y", "t", "1", "on"}),
     frozenset({"false", "no", "n", "f", "0", "off"}),
@@ -339,7 +342,10 @@ class RunReader:
 
     def whole(self, key: str, *others: str) -> int | None:
         """Return a whole number, or None."""
-        value = self.value(key, *others)
+        return self.whole_of(key, self.value(key, *others))
+
+    def whole_of(self, key: str, value: Any) -> int | None:
+        """Return a value that a key holds, or an item of it, as a whole number, or None."""
         if isinstance(value, str):
             word = value.strip().replace("_", "")
             if re.fullmatch(r"[+-]?\d{1,18}(\.0*)?", word):
@@ -424,7 +430,7 @@ class RunReader:
             model: The name of the model, as it is written.
             published: Hub id of a model of that kind and size, or None.
         """
-        if model is None or published is None or _HUB_ID.fullmatch(model):
+        if not model or published is None or _HUB_ID.fullmatch(model):
             return None
         if family_of_name(model)[0] is not None:
             return None

@@ -57,6 +57,7 @@ def describe(file: RunFile) -> DescribedRun | None:
     if (read.text("type") or "") not in TRAINERS:
         read.unmodelled("type")
     model = read.text("model.name_or_path")
+    architecture, decided_by = _architecture(read)
     micro, steps = read.whole("train.batch_size"), read.whole("train.steps")
     legacy = read.whole("train.gradient_accumulation_steps")
     accumulation = read.whole("train.gradient_accumulation") or 1
@@ -75,7 +76,7 @@ def describe(file: RunFile) -> DescribedRun | None:
     attention = (read.text("train.attention_backend") or "native").lower()
     return read.describe(
         model=model,
-        family=read.family_by("model.arch", model, ARCHITECTURES.get(_architecture(read))),
+        family=read.family_by(decided_by, model, ARCHITECTURES.get(architecture)),
         method="lora" if adapter else "full",
         lora_rank=_rank(read) if adapter and low_rank else None,
         lora_targets=_TARGETS if adapter else None,
@@ -127,11 +128,13 @@ def _trains_beside(read: RunReader) -> bool:
     return key is not None
 
 
-def _architecture(read: RunReader) -> str:
-    """Return the architecture, with the variant behind a colon where that says the size."""
-    switched = (arch for key, arch in SWITCHES.items() if read.switched_on(f"model.{key}"))
-    arch = (read.text("model.arch") or next(switched, "sd1")).lower()
-    return arch if arch in ARCHITECTURES else arch.partition(":")[0]
+def _architecture(read: RunReader) -> tuple[str, str]:
+    """Return the architecture, with the variant behind a colon where that says the size, and what says it."""
+    named = read.text("model.arch")
+    switched = ((arch, f"model.{key}") for key, arch in SWITCHES.items() if read.switched_on(f"model.{key}"))
+    default = ("sd1", "the default of model.arch")
+    arch, key = (named.lower(), "model.arch") if named else next(switched, default)
+    return arch if arch in ARCHITECTURES else arch.partition(":")[0], key
 
 
 def _base(read: RunReader, dtype: str) -> tuple[str, str]:
@@ -148,8 +151,12 @@ def _slider_area(read: RunReader) -> int:
     section = read.raw("slider")
     listed = section.get("resolutions") if isinstance(section, Mapping) else None
     sizes = [size for size in listed if isinstance(size, list)] if isinstance(listed, list) else []
-    pairs = [size for size in sizes if len(size) == 2 and all(isinstance(side, int) for side in size)]
-    return max((width * height for width, height in pairs if 0 < width < _LARGEST), default=512 * 512)
+    pairs = [size for size in sizes if len(size) == 2 and all(map(_is_side, size))]
+    return max((width * height for width, height in pairs), default=512 * 512)
+
+
+def _is_side(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def _datasets(read: RunReader) -> tuple[list[int], int]:

@@ -64,7 +64,7 @@ KEYS = RunKeys(
     pretrained_vae_model_name_or_path vae_model_name_or_path foreach_ema dataset_file
     prior_generation_precision learnable_property placeholder_token initializer_token token_abstraction
     num_new_tokens_per_abstraction train_shards_path_or_url jsonl_for_train gaussian_init_lora
-    conditioning_image_column original_image_column edited_image_column edit_prompt_column
+    original_image_column edited_image_column edit_prompt_column
     initial_learning_rate num_inference_steps system_prompt
     train_data_meta config_path transformer_path vae_path vae_mini_batch enable_bucket random_hw_adapt
     random_ratio_crop video_sample_stride video_repeat save_state report_model_info tokenizer_max_length

@@ -6,13 +6,24 @@ images), 06a9ab54 ``scripts/wan2.1/train_lora.py`` (clips, adapters), ``videox_f
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import RunReader
 
 _TARGETS = "linear layers of the transformer"
-_OTHER_LOOPS = ("distill", "reward", "grpo", "dmd", "ode", "upsampler", "s2v", "animate", "avatar")
-"""Parts of the names of scripts that hold further models, or give the model further inputs."""
+_OTHERS = frozenset([
+    "distill", "reward", "grpo", "dmd", "ode", "pdd", "upsampler", "s2v", "animate", "avatar", "edit",
+    "control", "omni", "taehv", "vace", "fantasytalking", "infinitetalk",
+])  # fmt: skip
+"""Words of the names of scripts, and of their folders, that hold further models or give the model further
+inputs."""
+_OF_IMAGES = re.compile(r"(?:^|\.)(?:flux|qwen_?image|z_?image)\w*\.")
+_OF_CLIPS = re.compile(r"(?:^|\.)(?:wan|cogvideo|hunyuanvideo|longcat_?video|ltx)[\w.]*\.")
+"""Folders of the scripts that train on images, and on clips."""
+_MULTIPLE = 16
+"""Pixels of which the sides of ``fix_sample_size`` are made multiples."""
+_LARGEST = 1 << 16
 DEFAULTS = {"train_batch_size": 16, "rank": 128, "num_train_epochs": 100}
 
 
@@ -30,8 +41,9 @@ def targets(read: RunReader) -> tuple[str, ...] | str:
 
 def tell(read: RunReader, script: str, *, adapter: bool) -> None:
     """Tell what else decides the memory of a command line."""
+    words = {*re.split(r"[._]", read.file.launch.script.lower())}
     read.notes.append(f"{script}.py is taken for a script of VideoX-Fun by its flags")
-    if any(part in script for part in _OTHER_LOOPS):
+    if words & _OTHERS:
         read.unmodelled(f"{script}.py", "more")
     if (read.text("train_mode") or "normal") != "normal":
         read.unmodelled("train_mode", "more")
@@ -42,24 +54,55 @@ def tell(read: RunReader, script: str, *, adapter: bool) -> None:
 
 
 def sizes(read: RunReader) -> dict[str, Any]:
-    """Return the largest sizes that train: clips of fewer frames are larger at most up to the same length."""
-    source = "VideoX-Fun scripts/wan2.1/train_lora.py"
+    """Return the sizes of the clips that train, or of the images where a script trains on images alone.
+
+    Clips of fewer frames are larger at most up to the same length. Images train beside clips: where they are
+    larger, that is told.
+    """
+    clips = _trains_on_clips(read)
+    found: dict[str, Any] = {"frames": _default(read, "video_sample_n_frames", 17)} if clips else {}
     fixed = read.raw("fix_sample_size")
-    clips = read.has("video_sample_n_frames") or read.has("video_sample_size")
-    found: dict[str, Any] = {}
-    if clips:
-        key = "video_sample_n_frames"
-        found["frames"] = read.whole(key) if read.has(key) else read.default(key, 17, source)
     if isinstance(fixed, list) and len(fixed) == 2 and read.flag("enable_bucket"):
         read.use("fix_sample_size")
-        return {**found, "height": int(fixed[0]), "width": int(fixed[1])}
-
-    def side_of(key: str) -> int | None:
-        return read.whole(key) if read.has(key) else int(read.default(key, 512, source))
-
-    side = side_of("video_sample_size" if clips else "image_sample_size")
-    if clips and read.flag("training_with_video_token_length") and read.flag("random_hw_adapt"):
-        image, tokens = side_of("image_sample_size"), side_of("token_sample_size")
+        height, width = (_fixed(read, item) for item in fixed)
+        return {**found, "height": height, "width": width}
+    side = _default(read, "video_sample_size" if clips else "image_sample_size", 512)
+    if not clips:
+        return {"height": side, "width": side}
+    image = _default(read, "image_sample_size", 512)
+    if read.flag("training_with_video_token_length") and read.flag("random_hw_adapt"):
+        tokens = _default(read, "token_sample_size", 512)
         if side is not None and image is not None and tokens is not None:
             side = max(side, min(tokens, image))
+    frames = found["frames"]
+    if side is None or frames is None or image is None:
+        return {**found, "height": side, "width": side}
+    # The VAEs make one frame of four, and keep the first.
+    if image**2 > ((frames - 1) // 4 + 1) * side**2:
+        read.unmodelled("image_sample_size", "more")
+        read.notes.append(f"images of {image} x {image} train beside the clips, and are not planned")
     return {**found, "height": side, "width": side}
+
+
+def _trains_on_clips(read: RunReader) -> bool:
+    """Whether a script trains on clips: its folder says so, or else its flags."""
+    script = read.file.launch.script.lower()
+    if _OF_IMAGES.search(script):
+        return False
+    named = read.has("video_sample_n_frames") or read.has("video_sample_size")
+    return named or _OF_CLIPS.search(script) is not None
+
+
+def _default(read: RunReader, key: str, value: int) -> int | None:
+    source = "VideoX-Fun scripts/wan2.1/train_lora.py"
+    return read.whole(key) if read.has(key) else int(read.default(key, value, source))
+
+
+def _fixed(read: RunReader, item: object) -> int | None:
+    """Return a side of ``fix_sample_size`` as the scripts round it."""
+    side = read.whole_of("fix_sample_size", item)
+    if side is not None and not _MULTIPLE <= side < _LARGEST:
+        read.problems.append(f"fix_sample_size: {side} is not the side of an image")
+        read.unmodelled("fix_sample_size")
+        return None
+    return side // _MULTIPLE * _MULTIPLE if side is not None else None
