@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
-from fsdptool.config.dialects.launches import with_ranks
+from fsdptool.config.dialects.launches import on_ranks, with_ranks
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import (
     Launch,
@@ -34,7 +34,7 @@ from fsdptool.config.shell import (
     without_lists,
     words_of,
 )
-from fsdptool.config.shell_variables import step_of_srun, substituted
+from fsdptool.config.shell_variables import environments, step_of_srun, substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -303,9 +303,9 @@ def _of_command(
     source: SourceText, files: NamedFiles, program: str | None
 ) -> tuple[RunFormat, RunFile] | None:
     text = source.text
-    assigned = parse_environment(text).root
-    environment = {str(e.key): str(e.node.value) for e in (assigned.entries if assigned is not None else ())}
-    for command in find_commands(text) or (parse_command(text),):
+    commands = find_commands(text) or (parse_command(text),)
+    given = environments(text, [command.start for command in commands], files)
+    for command, environment in zip(commands, given, strict=True):
         launch, words = _launch(text, command, files, environment)
         if not words and _ASSIGNED.search(text, max(command.start - 80, 0), command.start):
             continue  # the beginning of a command, which a variable holds
@@ -553,33 +553,28 @@ def _launch(
         if script is not None
         else "",
     )
+    values = {entry.node.start for entry in command.flags}
+    before = (word for word in words[1:] if script is None or word.end <= script.start)
+    held = any(word.raw.lstrip('"').startswith("$") and word.start not in values for word in before)
     if command.program == "accelerate":
         launch = _accelerate(launch, flags, files)
     elif command.program == "torchrun":
-        launch = _on_ranks(launch, flags, "nproc_per_node", "nnodes")
+        launch = on_ranks(launch, flags, "nproc_per_node", "nnodes")
     elif command.program == "deepspeed":
-        named = str(flags.get("include") or "")
+        named = str(flags.get("include") or flags.get("i") or "")
         if re.fullmatch(r"localhost:\d+(?:,\d+)*", named):
             flags["num_gpus"] = named.count(",") + 1
-        launch = _on_ranks(replace(launch, deepspeed=True), flags, "num_gpus", "num_nodes")
+        launch = on_ranks(replace(launch, deepspeed=True), flags, "num_gpus", "num_nodes")
     elif command.program == "python" and script is not None and command.verb == "":
         step = step_of_srun(text, command.start)
         processes, nodes = (1, 1) if step is None else step
         launch = replace(launch, processes=processes, nodes=nodes)
     elif command.program == "torchtitan":  # run_train.sh: NGPU=${NGPU:-"8"}
         launch = replace(launch, processes=integer(environment.get("NGPU", 8)))
-    launch = with_ranks(launch, flags, environment)
+    launch = with_ranks(launch, flags, environment, open_ended=held)
     if command.program in ("accelerate", "torchrun", "deepspeed"):
         launch = replace(launch, flags=flags)
     return launch, [str(word.value) for word in own]
-
-
-def _on_ranks(launch: Launch, flags: Mapping[str, Any], per_node: str, nodes: str) -> Launch:
-    """Return a launch with the processes and the nodes that two flags give."""
-    ranks = integer(flags.get(per_node))
-    machines = integer(str(flags.get(nodes, "1")).split(":")[-1])
-    processes = None if ranks is None or machines is None else ranks * machines
-    return replace(launch, processes=processes, nodes=machines)
 
 
 def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> Launch:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from posixpath import normpath
 from typing import NamedTuple
 
 _OPENS = re.compile(r"<<(-?)[ \t]*(['\"\\]?)(\w+)")
+_MARK = re.compile(r"\w+")
 _WRITES = re.compile(r"(?<![\d&>])(>{1,2})[ \t]*(\"[^\"]+\"|'[^']+'|[^\s;|&<>\"']+)")
 _TEE = re.compile(r"\btee[ \t]+(?:(-a|--append)[ \t]+)?(\"[^\"]+\"|'[^']+'|[^\s;|&<>\"'-][^\s;|&<>\"']*)")
 _COPIES = re.compile(r"^\s*(?:[\w{(]+[ \t]+)*(?:cat|tee)\b")
 """Commands that write a here-document as it stands; ``python - <<EOF`` runs it."""
-
-
-_COPIED = re.compile(
-    r"^[^\n#]*\b(?:cat|tee)\b[^\n]*<<-?[ \t]*(?P<mark>\w+)\b[^\n]*\n"
-    r"(?P<body>.*?)^[ \t]*(?P=mark)[ \t]*\r?$",
-    re.MULTILINE | re.DOTALL,
-)
+_COPIED = re.compile(r"[^\n#]*\b(?:cat|tee)\b")
+"""How a line begins that may copy a here-document."""
+_EDITED = re.compile(r"\bsed\b[^\n]*[ \t]-i[^\n]*")
 _KEY = re.compile(r"(?:#[^\n]*\n\s*)*(?:[\w.\-\"']+[ \t]*:(?:\s|$)|\{|\[|---)")
 """How a file of YAML, JSON or TOML begins, after its comments."""
 _COMMANDS = re.compile(r"^\s*(?:#!|#SBATCH|export\s|source\s|cd\s|set -)", re.MULTILINE)
@@ -53,11 +52,10 @@ def here_documents(text: str, substituted: str, *, plain_names: bool = False) ->
             written[name] = body
         else:
             written[name] = before + body if document.appends and before is not None else None
-    return {
-        name: body
-        for name, body in written.items()
-        if body is not None and not re.search(rf"\bsed[ \t]+-i[^\n]*{re.escape(name)}", substituted)
+    edited = {
+        written_name(word) for line in _EDITED.findall(substituted) for word in re.split(r"[\s\"';|&]+", line)
     }
+    return {name: body for name, body in written.items() if body is not None and name not in edited}
 
 
 def settings_written(text: str) -> Iterator[tuple[int, int]]:
@@ -65,10 +63,13 @@ def settings_written(text: str) -> Iterator[tuple[int, int]]:
 
     Those whose lines look like commands are left out: another shell reads them.
     """
-    for found in _COPIED.finditer(text):
-        body = found["body"]
-        if _KEY.match(body.lstrip()) and not _COMMANDS.search(body):
-            yield found.span("body")
+    for line, opened, start, end in _bodies(text):
+        if end is None:
+            continue
+        body = text[start:end]
+        copies = not opened[2] and _COPIED.match(line, 0, opened.start()) is not None
+        if copies and _KEY.match(body.lstrip()) and not _COMMANDS.search(body):
+            yield start, end
 
 
 def written_name(name: str) -> str:
@@ -76,21 +77,48 @@ def written_name(name: str) -> str:
     return normpath(name)
 
 
-def _documents(text: str) -> Iterator[_Document]:
-    lines = iter(text.splitlines(keepends=True))
-    for line in lines:
-        opened = _OPENS.search(line) if _COPIES.match(line) else None
+def _bodies(text: str) -> Iterator[tuple[str, re.Match[str], int, int | None]]:
+    """Yield the lines that open a here-document, where they open it, and where its text begins and ends.
+
+    One line opens one. The end is None where no later line closes it: a shell reads to the end of the script.
+    """
+    lines = text.splitlines(keepends=True)
+    starts = [0, *accumulate(map(len, lines))]
+    closing: dict[tuple[str, bool], list[int]] = {}
+    for number, line in enumerate(lines):
+        word = line.rstrip("\r\n")
+        if _MARK.fullmatch(word):
+            closing.setdefault((word, False), []).append(number)
+        if _MARK.fullmatch(word.lstrip("\t")):
+            closing.setdefault((word.lstrip("\t"), True), []).append(number)
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        opened = _OPENS.search(line) if _COPIED.match(line) else None
+        number += 1
         if opened is None:
             continue
-        dash, quote, mark = opened.groups()
-        body: list[str] = []
-        for inner in lines:
-            kept = inner.lstrip("\t") if dash else inner
-            if kept.rstrip("\r\n") == mark:
-                break
-            body.append(kept)
+        ends = closing.get((opened[3], opened[1] == "-"), [])
+        at = bisect_left(ends, number)
+        if at == len(ends):
+            yield line, opened, starts[number], None
+            continue
+        yield line, opened, starts[number], starts[ends[at]]
+        number = ends[at] + 1
+
+
+def _documents(text: str) -> Iterator[_Document]:
+    for line, opened, start, end in _bodies(text):
+        if not _COPIES.match(line):
+            continue
+        dash, quote, _ = opened.groups()
+        body = text[start:end]
+        if dash:
+            body = re.sub(r"^\t+", "", body, flags=re.MULTILINE)
         command = line[: opened.start()] + line[opened.end() :]
         found = _WRITES.search(command) or _TEE.search(command)
         if found is not None:
             how, name = found.groups()
-            yield _Document(name.strip("\"'"), how not in (None, ">"), bool(quote), "".join(body))
+            yield _Document(name.strip("\"'"), how not in (None, ">"), bool(quote), body)
+        if end is None:
+            return

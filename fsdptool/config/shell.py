@@ -33,10 +33,8 @@ _JOINED = re.compile(r"(?<!\\)\\\r?\n")
 """A backslash at the end of a line within double quotes, which the shell drops with the line's end."""
 _BRACKET, _DEEPEST = 20_000, 30
 """Characters between brackets, and brackets within brackets, at most: others are text."""
-_LIST = re.compile(
-    r"\$(?:\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)S?\w*|\{\w*(?:ARG|OPT|FLAG|EXTRA|PARAM)S?\w*\}|\{\w+\[[@*]\].*\})",
-    re.IGNORECASE | re.DOTALL,
-)
+_HOLDS = r"(?:\w*_)?(?:ARGS?|OPTS?|OPTIONS?|FLAGS?|EXTRAS?|PARAMS?)(?:_\w*)?"
+_LIST = re.compile(rf"\$(?:{_HOLDS}|\{{{_HOLDS}\}}|\{{\w+\[[@*]\].*\}})", re.IGNORECASE | re.DOTALL)
 """A variable that holds several arguments, by its form or its name."""
 _RESUMES = re.compile(r"\$\{?\w*RESUM\w*(?:\[[@*]\].*)?\}?", re.IGNORECASE | re.DOTALL)
 _LIMIT = 5000

@@ -7,16 +7,16 @@ program decides stays a variable: a plan names it. A script is read as it is cal
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fsdptool.config.here_documents import settings_written
-from fsdptool.config.shell import enclosed, spans_of, words_of
+from fsdptool.config.shell import enclosed, parse_environment, spans_of, words_of
+from fsdptool.config.shell_arithmetic import computed
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node
 
@@ -45,10 +45,15 @@ _COMPARED: Mapping[str, Callable[[int, int], bool]] = {
     "-le": operator.le,
 }  # fmt: skip
 _EXPR = re.compile(r"\s*expr\s+(.+)", re.DOTALL)
+_BEFORE = re.compile(r"^\s*(?:(?:then|do|else|time|nohup|exec|sudo|env|!|\{)\s+)+")
+_SIGNS = ("+", "-", "*", "/", "%")
+_SIGNED = re.compile(r"(?!^)[-+*/%]")
+"""``expr`` computes only what stands in words of its own: ``expr 8/2`` prints ``8/2``."""
 _FIELDS = r"awk\s+-F\s*[\"']?,[\"']?\s+'\{\s*print\s+NF\s*\}'"
 _COUNTED = re.compile(
-    rf"""\s*(?:(?:echo|printf\s+["']?%s["']?)\s+("[^"]*"|[^\s|]+)\s*\|\s*"""
-    rf"""(?:tr\s+["']?,["']?\s+["']?\\n["']?\s*\|\s*wc\s+-l|{_FIELDS})|{_FIELDS}\s*<<<\s*(.+?))\s*""",
+    rf"""\s*(?:(?:echo|(?P<bare>printf)\s+["']?%s["']?)\s+(?P<piped>"[^"]*"|[^\s|]+)\s*\|\s*"""
+    rf"""(?:(?P<ends>tr\s+["']?,["']?\s+["']?\\n["']?\s*\|\s*wc\s+-l)|{_FIELDS})"""
+    rf"""|{_FIELDS}\s*<<<\s*(?P<given>.+?))\s*""",
     re.DOTALL,
 )
 """Ways in which scripts count the parts of a list with commas, as that of the visible GPUs."""
@@ -67,7 +72,7 @@ _BATCH_OPTION = re.compile(
 _OF_BATCH = re.compile(r"\\?\$(?:\{(SLURM_\w+)(?::?-[^{}]*)?\}|(SLURM_\w+)\b)")
 _SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task"}
 _LONGEST = 20_000
-"""Characters of a value, and of an expression in arithmetic 200: nobody writes more."""
+"""Characters of a value: nobody writes more."""
 _SHELL, _SOURCED = (".sh", ".bash", ".env"), 20
 """What the files that are sourced end in, and how many of them are read at most."""
 _MOST = 2_000_000
@@ -89,7 +94,10 @@ Value = str | tuple[str, ...] | None
 class _Block:
     """A compound command: what its present branch (``scope``) and those before it assign.
 
-    ``runs`` is whether the present branch runs, None where that is not known; ``ran``: one is known to run.
+    ``runs`` is whether the present branch runs, None where that is not known; ``ran``: one is known to run;
+    ``asks``: the words that follow belong to its condition. ``kind`` is the word that opens it, or ``group``,
+    ``maybe``, ``subshell`` and ``function``, which has a ``name``; what it sets to other values than these,
+    or for itself alone, is in ``open``.
     """
 
     kind: str
@@ -97,6 +105,9 @@ class _Block:
     before: dict[str, Value] = field(default_factory=dict)
     runs: bool | None = None
     ran: bool = False
+    asks: bool = False
+    name: str = ""
+    open: set[str] = field(default_factory=set)
 
 
 def substituted(text: str, files: Files | None = None) -> str:
@@ -130,6 +141,41 @@ def substituted(text: str, files: Files | None = None) -> str:
     # What is quoted for another shell (``bash -c '...'``): Slurm exports its variables.
     known = {name: value for name, value in batch.items() if re.search(rf"\b{name}\+?=", text) is None}
     return _OF_BATCH.sub(lambda found: known.get(found[1] or found[2], found[0]), whole) if known else whole
+
+
+def environments(text: str, starts: Sequence[int], files: Files | None = None) -> list[dict[str, str]]:
+    """Return the variables that a script gives to each of its commands.
+
+    What is not known, as what a branch decides, stands as ``$NAME``. What is assigned counts as exported.
+
+    Args:
+        text: The script, with its known values (:func:`substituted`).
+        starts: Where the commands begin, in their order.
+        files: Where the files that it sources are looked for.
+    """
+    found: list[dict[str, str]] = []
+    if len(text) > _MOST:
+        return [{} for _ in starts]
+    script = _Script(files, {})
+    at = 0
+    for part, is_text in _parts(text):
+        last = 0
+        for start, end in () if is_text else spans_of(part):
+            words = part[start:end]
+            seen = script.read(words, part[last:start]) if words.strip() else ""
+            last = end
+            while len(found) < len(starts) and starts[len(found)] < at + end:
+                found.append(script.environment() | _prefixed(text[at + start : starts[len(found)]]))
+            if seen.split(None, 1)[:1] in (["ENV"], ["set"]):
+                script.written |= _prefixed(words)
+        at += len(part)
+    return [*found, *({} for _ in starts[len(found) :])]
+
+
+def _prefixed(text: str) -> dict[str, str]:
+    """Return what stands before a command: ``then A=1 B=2 torchrun``."""
+    root = parse_environment(_BEFORE.sub("", text)).root
+    return {str(e.key): str(e.node.value) for e in (root.entries if root is not None else ())}
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
@@ -215,23 +261,33 @@ class _Script:
         self.blocks = [_Block("script", dict(batch))]
         self.files = files
         self.sourced = 0
+        self.defines = False
+        self.last = ""
+        self.functions: dict[str, dict[str, Value]] = {}
+        self.written: dict[str, str] = {}
 
     def read(self, span: str, between: str) -> str:
         """Return one command with what is known put in, and take what it assigns."""
-        if ";;" in between and self.blocks[-1].kind == "case":
-            self._branch()
+        self._enter(between)
         maybe = "||" in between or "&&" in between
         words = list(words_of(span, 0, len(span)))
+        self._asks(words)
         at = self._keywords(span, words, maybe)
         rest = words[at:]
+        self._run(rest)
         declared = bool(rest) and rest[0].value in _DECLARES
         given = [word for word in (rest[1:] if declared else rest) if not word.raw.startswith("-")]
+        if declared and rest[0].value != "export":
+            for block in self.blocks:
+                block.open |= {word.raw.partition("=")[0].rstrip("+") for word in given}
         if given and all(_ASSIGNMENT.match(word.raw) or declared for word in given):
             return self._assign(span, given, maybe)
         split = _SPLIT.fullmatch(span.strip())
         if split is not None:
             value = self._word(split[3])
-            known = None if value is None or "$" in value else tuple(value.split(split[1]))
+            known = None
+            if value is not None and "$" not in value:
+                known = tuple(value.removesuffix(split[1]).split(split[1]))
             self._set(split[2], known, maybe)
         elif rest and rest[0].value == "read":
             for word in rest[1:]:
@@ -239,6 +295,42 @@ class _Script:
         if len(rest) > 1 and rest[0].value in ("source", "."):
             self._source(self._word(rest[1].raw), maybe)
         return self.text(span)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that a command is given here."""
+        names = {name: None for block in self.blocks for name in block.scope}
+        values = {name: _first(self.get(name)[1]) for name in names}
+        return self.written | {n: f"${n}" if value is None else value for n, value in values.items()}
+
+    def _enter(self, between: str) -> None:
+        """Follow what separates two commands: branches of ``case``, subshells and heads of functions."""
+        if ";;" in between and self.blocks[-1].kind == "case":
+            self._branch()
+        between = re.sub(r"\s+", "", between)
+        self.defines = "()" in between
+        for character in between.replace("()", ""):
+            if character == "(":
+                self.blocks.append(_Block("subshell"))
+            elif character == ")" and self.blocks[-1].kind == "subshell":
+                self.blocks.pop()
+
+    def _run(self, words: list[Node]) -> None:
+        """Take what a command does to variables by itself: a function of the script, or ``unset``."""
+        name = str(words[0].value) if words else ""
+        self.last = name if name != "function" else str(words[1].value) if len(words) > 1 else ""
+        for key, value in self.functions.get(name, {}).items():
+            self._set(key, value)
+        if name == "unset":
+            for word in words[1:]:
+                self._unset(word.raw)
+
+    def _unset(self, name: str) -> None:
+        certain = all(block.kind in ("script", "group", "subshell") for block in self.blocks)
+        if certain and self.blocks[-1].kind != "subshell":
+            for block in self.blocks:
+                block.scope.pop(name, None)
+        elif self.get(name)[0]:
+            self._set(name, None)
 
     def _source(self, name: str | None, maybe: bool) -> None:
         """Take the assignments of a file that the script sources; it is read and not run."""
@@ -262,10 +354,16 @@ class _Script:
 
     def get(self, name: str) -> tuple[bool, Value]:
         """Return whether a variable is assigned, and its value."""
+        if name.isdecimal() and self._has_arguments():
+            return True, None
         for block in reversed(self.blocks):
             if name in block.scope:
                 return True, block.scope[name]
         return name in _KNOWN, _KNOWN.get(name)
+
+    def _has_arguments(self) -> bool:
+        """Whether the place is in a function that is not called as the script is (``main "$@"``)."""
+        return any(block.kind == "function" and block.name != "main" for block in self.blocks)
 
     def _set(self, name: str, value: Value, maybe: bool = False) -> None:
         if maybe and self.get(name)[1] != value:
@@ -280,7 +378,7 @@ class _Script:
         while at < len(words):
             word = words[at].raw
             if word in ("if", "while", "until", "case"):
-                block = _Block(word)
+                block = _Block(word, asks=word == "if")
                 self.blocks.append(block)
                 condition = span[words[at].end :].strip()
                 if word == "if":
@@ -292,21 +390,33 @@ class _Script:
                 self._loop(words[at + 1 :])
                 return len(words)
             if word == "{":
-                self.blocks.append(_Block("maybe" if maybe else "group"))
+                self._group(maybe)
+            elif word == "function" and [item.raw for item in words[at + 2 : at + 3]] == ["{"]:
+                self.blocks.append(_Block("function", name=words[at + 1].raw))
+                at += 2
             elif word in ("elif", "else"):
                 self._branch(word == "else")
                 if word == "elif":
+                    self.blocks[-1].asks = True
                     return len(words)
             elif word in ("fi", "done", "esac", "}"):
                 self._close()
-            elif word == "then" and at == 0:
-                pass
             elif word not in _SKIPPED:
-                if at == 0 and self.blocks[-1].kind == "if" and word in ("[", "[["):
-                    self.blocks[-1].runs = None  # a further part of the condition
                 break
             at += 1
         return at
+
+    def _asks(self, words: list[Node]) -> None:
+        """Follow the condition of an ``if``: with a further part, whether it holds is not known."""
+        block = self.blocks[-1]
+        if words and words[0].raw == "then":
+            block.asks = False
+        elif words and block.asks and not block.ran:
+            block.runs = None
+
+    def _group(self, maybe: bool) -> None:
+        kind = "function" if self.defines else "maybe" if maybe else "group"
+        self.blocks.append(_Block(kind, name=self.last))
 
     def _loop(self, words: list[Node]) -> None:
         block = _Block("for")
@@ -330,6 +440,10 @@ class _Script:
         if len(self.blocks) == 1:
             return
         block = self.blocks.pop()
+        if block.kind == "function":
+            assigned = {**block.before, **block.scope}
+            self.functions[block.name] = {k: None if k in block.open else v for k, v in assigned.items()}
+            return
         if block.runs is not False:
             block.before |= block.scope
         for name, value in block.before.items():
@@ -379,6 +493,10 @@ class _Script:
             if value is not None and sum(map(len, value)) > _LONGEST:
                 value, known = None, word.raw
             self._set(name, value, maybe)
+            within = next((block for block in reversed(self.blocks) if block.kind == "function"), None)
+            within = None if within is not None and within.name == "main" else within
+            if within is not None and ("$" in raw or "`" in raw or match.group(2)):
+                within.open.add(name)
             quoted = isinstance(value, str) and "$" not in value and "\n" not in value
             pieces += (span[last : word.start], f"{name}={shlex.quote(str(value))}" if quoted else known)
             last = word.end
@@ -413,9 +531,9 @@ class _Script:
                 end, value = self._expansion(body, index)
                 pieces.append(body[index:end] if value is None else value)
             else:
-                escaped = body[index] == "\\"
-                end = min(index + 1 + escaped, len(body))
-                pieces.append(body[index:end])
+                escapes = body[index] == "\\" and body[index + 1 : index + 2] in ("$", "`", "\\")
+                end = index + 1 + escapes
+                pieces.append(body[index + escapes : end])
             index = end
         return "".join(pieces)
 
@@ -451,7 +569,7 @@ class _Script:
     def _list(self, name: str | None) -> tuple[str, ...] | None:
         """Return an array; the script's own arguments, which have no name, are none."""
         if name is None:
-            return ()
+            return None if self._has_arguments() else ()
         value = self.get(name)[1]
         return (value,) if isinstance(value, str) else value
 
@@ -481,10 +599,14 @@ class _Script:
     def _output(self, command: str) -> str | None:
         """Return what a command prints, where that needs no running: a number, or the script's folder."""
         if (expression := _EXPR.fullmatch(command)) is not None:
-            return self._arithmetic(re.sub(r"[\\\"']", "", expression[1]))
+            words = [str(word.value) for word in words_of(expression[1], 0, len(expression[1]))]
+            apart = all(word in _SIGNS for word in words[1::2]) and not any(map(_SIGNED.search, words[::2]))
+            return self._arithmetic(" ".join(words)) if apart else None
         if (counted := _COUNTED.fullmatch(command)) is not None:
-            listed = self._word(counted[1] or counted[2])
-            return None if not listed or "$" in listed else str(listed.count(",") + 1)
+            listed = self._word(counted["piped"] or counted["given"])
+            # ``wc -l`` counts ends of lines, and only echo writes the last one.
+            last = not (counted["bare"] and counted["ends"])
+            return None if not listed or "$" in listed else str(listed.count(",") + last)
         return _folder(command)
 
     def _parameter(self, inner: str) -> str | None:
@@ -524,37 +646,7 @@ class _Script:
         return value if isinstance(value, str) else None
 
     def _arithmetic(self, expression: str) -> str | None:
-        """Return a whole number that ``$((...))`` computes, or None."""
-        text = self.text(expression).replace("/", "//")
-        if len(text) > 200:
-            return None
-        try:
-            number = self._number(ast.parse(text.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
-            return None
-        return str(number) if abs(number) < 1e18 else None
-
-    def _number(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.Name):
-            return int(_first(self.get(node.id)[1]) or "")
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -self._number(node.operand)
-        if isinstance(node, ast.BinOp):
-            left, right = self._number(node.left), self._number(node.right)
-            match node.op:
-                case ast.Add():
-                    return left + right
-                case ast.Sub():
-                    return left - right
-                case ast.Mult():
-                    return left * right
-                case ast.FloorDiv():
-                    return left // right
-                case ast.Mod():
-                    return left % right
-        raise ValueError("not arithmetic of whole numbers")
+        return computed(self.text(expression), lambda name: _first(self.get(name)[1]))
 
 
 def _runs(text: str) -> bool:

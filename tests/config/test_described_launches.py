@@ -11,6 +11,7 @@ from fsdptool.config import read_settings
 from fsdptool.config.described import describe_path
 
 SWIFT = "swift sft --model Qwen/Qwen3-8B --dataset d --max_length 1024 --per_device_train_batch_size 2"
+ONE, FOUR = "CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=0,1,2,3"
 FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: d\n"
 
 
@@ -32,6 +33,35 @@ FACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\ndo_train: true\nfinetu
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch src/train.py run.yaml", 2, 1),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes 1 src/train.py run.yaml", 1, None),
         ("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file a.yaml src/train.py run.yaml", None, None),
+        (f"{FOUR} llamafactory-cli train run.yaml\n{ONE} llamafactory-cli export e.yaml", 4, 1),
+        (f"{ONE} python prep.py\nllamafactory-cli train run.yaml", None, None),
+        (f'if [ -n "$DEBUG" ]; then {ONE} llamafactory-cli train run.yaml; fi', 1, 1),
+        (
+            f'export {FOUR}\nif [ "$1" = one ]; then export {ONE}; fi\nllamafactory-cli train run.yaml',
+            None,
+            None,
+        ),
+        (f'export {FOUR}\nif [ -n "$1" ]; then export {ONE}; fi\nllamafactory-cli train run.yaml', 4, 1),
+        (f"export {ONE}; unset CUDA_VISIBLE_DEVICES\nllamafactory-cli train run.yaml", None, None),
+        (f"(export {ONE}; python prep.py)\n{FOUR} llamafactory-cli train run.yaml", 4, 1),
+        (f"one() {{ export {ONE}; }}\n{FOUR} llamafactory-cli train run.yaml", 4, 1),
+        (f"one() {{ export {ONE}; }}\none\nllamafactory-cli train run.yaml", 1, 1),
+        (f"export {FOUR}\nexport NPROC_PER_NODE=$1\nllamafactory-cli train run.yaml $X", None, None),
+        (f"export {FOUR}; export NPROC_PER_NODE=$N\nllamafactory-cli train run.yaml", None, None),
+        ("NPROC_PER_NODE=8 NNODES=-2 llamafactory-cli train run.yaml", None, None),
+        (f"export {FOUR}\ntorchrun --nnodes $NODES --nproc_per_node gpu src/train.py run.yaml", None, None),
+        (f"{FOUR} NNODES=3 torchrun --nproc_per_node gpu src/train.py run.yaml", 4, 1),
+        (f"{FOUR} accelerate launch --multi_gpu --num_machines 2 src/train.py run.yaml", 4, 2),
+        (f"{FOUR} NNODES=2 accelerate launch src/train.py run.yaml", 4, 1),
+        (f"{FOUR} accelerate launch $ACC_ARGS src/train.py run.yaml", None, None),
+        (f"{FOUR} accelerate launch --cpu src/train.py run.yaml", None, None),
+        (f"{FOUR} deepspeed -i localhost:0,1 src/train.py run.yaml", 2, 1),
+        (f"{FOUR} deepspeed -e localhost:0 src/train.py run.yaml", None, 1),
+        (f"{FOUR} deepspeed --num_nodes 2 src/train.py run.yaml", None, 2),
+        ("CUDA_VISIBLE_DEVICES=YOUR_GPUS llamafactory-cli train run.yaml", None, None),
+        ("CUDA_VISIBLE_DEVICES=0-7 llamafactory-cli train run.yaml", None, None),
+        ("CUDA_VISIBLE_DEVICES=0,1,-1,3 llamafactory-cli train run.yaml", None, None),
+        ("CUDA_VISIBLE_DEVICES=GPU-8932f937,MIG-1a llamafactory-cli train run.yaml", 2, 1),
     ],
 )
 def test_the_gpus_that_a_script_shows_to_a_launcher_are_its_ranks(
@@ -70,6 +100,46 @@ def test_swift_without_ranks_divides_the_layers_of_one_process() -> None:
     two = described(f"CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 {SWIFT}\n")
     assert two.processes == 2
     assert not any(item.key == "CUDA_VISIBLE_DEVICES" for item in two.keys.not_modelled)
+    other = described(f"{FOUR} NPROC_PER_NODE=4 {SWIFT}\nCUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 swift deploy\n")
+    assert other.processes == 4
+    assert not any(item.key == "CUDA_VISIBLE_DEVICES" for item in other.keys.not_modelled)
+
+
+@pytest.mark.parametrize(
+    ("variables", "processes"),
+    [
+        (f"{FOUR} NPROC_PER_NODE=$(nvidia-smi -L | wc -l)", None),
+        (f"NNODES=$N NPROC_PER_NODE=8 {ONE}", None),
+        ("NNODES=2 NPROC_PER_NODE=8", 16),
+        ("NNODES=2", 2),
+        ("NNODES=-2 NPROC_PER_NODE=8", None),
+    ],
+)
+def test_the_ranks_of_swift_are_open_where_a_variable_is(variables: str, processes: int | None) -> None:
+    assert described(f"{variables} {SWIFT}\n").processes == processes
+
+
+def test_names_that_only_swift_2_has_are_read_as_it_reads_them() -> None:
+    run = described(
+        "swift sft --model_type qwen-7b-chat --dataset x --batch_size 2 --lora_target_modules ALL\n"
+    )
+    assert (run.program_version, run.micro_batch, run.lora_targets) == ("2.x", 2, "all-linear")
+    file = described(
+        "model_id_or_path: org/m\nbatch_size: 2\ndataset: d\nmax_length: 64\nlora_rank: 4\ndtype: bf16\n"
+        "num_train_epochs: 1\ntorch_dtype: bfloat16\n"
+    )
+    assert (file.program_version, file.micro_batch) == ("2.x", 2)
+
+
+@pytest.mark.parametrize("module", ["swift/cli/_megatron/sft.py", "-m swift.cli._megatron.sft"])
+def test_megatron_swift_is_known_behind_other_launchers(module: str) -> None:
+    run = described(f"torchrun --nproc_per_node 4 {module} --model org/m --micro_batch_size 2 --lr 1e-5\n")
+    assert (run.micro_batch, run.processes) == (2, 4)
+    assert any("Megatron is out of scope" in note for note in run.notes)
+
+
+def test_a_list_is_no_model_of_swift() -> None:
+    assert described("model: [a, b]\ntuner_type: lora\ndataset: d\n").model is None
 
 
 def test_keys_of_earlier_versions_of_swift_decide_the_same() -> None:

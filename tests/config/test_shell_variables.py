@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.described import describe_run
 from fsdptool.config.here_documents import here_documents
-from fsdptool.config.shell import words_of
+from fsdptool.config.shell import without_lists, words_of
 from fsdptool.config.shell_variables import step_of_srun, substituted
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import DescribedRun
@@ -57,6 +58,15 @@ def words(script: str, files: NamedFiles | None = None) -> list[str]:
         "G=4,6\nN=$(awk -F',' '{print NF}' <<< \"$G\")\necho x $N",
         "G=0,1,5\nIFS=',' read -r -a L <<< \"$G\"\necho x ${#L[@]} ${L[2]}",
         "G=0,1\nIFS=, read -ra L <<< \"$G\"\nN=${N:-${#L[@]}}\necho x $N",
+        "echo x $(( -7 / 2 )) $(( -7 % 4 )) $(( 7 / -2 ))",
+        'G="0,1,2,3"\necho x $(printf %s "$G" | tr "," "\\n" | wc -l) $(echo "$G" | tr "," "\\n" | wc -l)',
+        'IFS=, read -ra G <<< "0,1,"\necho x ${#G[@]}',
+        "A=1; unset A\necho x ${A:-2}",
+        "A=1\n(A=2; true)\necho x $A",
+        "A=1\nf() { A=2; }\necho x $A",
+        "A=1\nf() { A=2; }\nf\necho x $A",
+        "A=1\nfunction f { A=2; }\nf\necho x $A",
+        'A=2\nmain() { A=${1:-4}; }\nmain "$@"\necho x $A',
     ],
 )  # fmt: skip
 def test_a_command_has_the_words_that_bash_gives_it(script: str) -> None:
@@ -79,6 +89,14 @@ def test_a_command_has_the_words_that_bash_gives_it(script: str) -> None:
         ("case $1 in\n a) A=1 ;;\n b) A=2 ;;\nesac", "$A"),
         ("A=$((2 ** 80))", "$A"),
         ("A=$((1 / 0))", "$A"),
+        ("A=$((10#08+1))", "$A"),
+        ("N=010; A=$((N+1))", "$A"),
+        ("A=$(expr 8/2)", "$A"),
+        ('B=1; A=1\nif [ "$B" = 1 ] && nvidia-smi; then A=2; fi', "$A"),
+        ('B=1; A=1\nif [ "$B" = 2 ] || true; then A=2; fi', "$A"),
+        ("A=1\nif nvidia-smi; then unset A; fi", "$A"),
+        ("f() { A=${1:-8}; }\nf 4", "$A"),
+        ("f() { local A=8; }\nA=$(date)\nf", "$A"),
         ("", "$A"),
     ],
 )  # fmt: skip
@@ -192,6 +210,43 @@ def test_here_documents_are_the_files_that_bash_writes(tmp_path: Path) -> None:
     found = here_documents(WRITTEN, substituted(WRITTEN))
     assert set(found) == {"a.yaml", "out/b.json", "c d.yml", "open.yaml"}
     assert found == {name: (tmp_path / name).read_text() for name in found}
+
+
+def test_a_here_document_drops_the_backslash_as_bash_does() -> None:
+    script = "A=1\ncat > a.yaml <<EOF\na: $A \\$A \\\\ \\`x\\`\nEOF\n"
+    assert here_documents(script, substituted(script)) == {"a.yaml": "a: 1 $A \\ `x`\n"}
+
+
+def test_only_the_mark_itself_ends_a_here_document() -> None:
+    script = (
+        "cat > a.yaml <<EOF\nx: 1\n EOF\nEOF\ncat > b.yaml <<-EOF\n\tx: 2\n\tEOF\nsed -i s/1/2/ data.yaml\n"
+    )
+    assert here_documents(script, script) == {"a.yaml": "x: 1\n EOF\n", "b.yaml": "x: 2\n"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cat <<A " * 600 + "\n" + "x\n" * 4_000,
+        "cat > f <<EOX\n" * 4_000,
+        "cat > f <<A\n" * 4_000 + "\tA\n" * 4_000,
+        "".join(f"cat > f{at} <<A\nx: 1\nA\n" for at in range(4_000)) + "sed -i s/1/2/ f7\n",
+    ],
+    ids=["one line", "never closed", "closed otherwise", "many names"],
+)
+def test_many_here_documents_are_read_in_a_short_time(script: str) -> None:
+    before = time.process_time()
+    written = here_documents(script, substituted(f"{script}A=$B\n"))
+    assert "f7" not in written
+    assert time.process_time() - before < 10
+
+
+@pytest.mark.parametrize("name", ["LARGE_SET", "TARGET_CONFIG", "OPTIM", "PARAMETER"])
+def test_other_words_in_a_name_make_no_list_of_arguments(name: str) -> None:
+    assert without_lists([f"${name}", f"${{{name}}}", "$EXTRA_ARGS", "${OPTS}"])[0] == [
+        f"${name}",
+        f"${{{name}}}",
+    ]
 
 
 @pytest.mark.parametrize(

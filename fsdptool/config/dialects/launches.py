@@ -13,60 +13,86 @@ from fsdptool.spelling import integer
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def visible_devices(environment: Mapping[str, str]) -> int | None:
-    """Return how many GPUs variables of a script show to its command; None: they do not say."""
-    for name in _VISIBLE:
-        listed = environment.get(name, "").strip(" ,")
-        if re.fullmatch(r"[\w.-]+(?:\s*,\s*[\w.-]+)*", listed) and listed != "-1":
-            return listed.count(",") + 1
-    return None
-
-
-def _takes_visible(launch: Launch, flags: Mapping[str, Any]) -> bool:
-    """Whether a launcher starts a process on each GPU that its environment shows.
-
-    accelerate 1.15 ``commands/launch.py``, which ``axolotl train`` runs; LLaMA-Factory 0.9.5 ``launcher.py``;
-    deepspeed 0.18 ``launcher/runner.py``; torchrun's ``--nproc-per-node gpu``.
-    """
-    match launch.program:
-        case "accelerate":
-            return launch.unread is None and not {"config_file", "num_processes"} & flags.keys()
-        case "deepspeed":
-            return not {"num_gpus", "include", "exclude", "hostfile", "h"} & flags.keys()
-        case "torchrun":
-            return flags.get("nproc_per_node") in ("gpu", "auto")
-        case "axolotl" | "llamafactory-cli" | "lmf":
-            return True
-        case "python":
-            return launch.script == _CLI
-    return False
-
-
+_DEVICE = r"(?:\d+|(?:GPU|MIG)-[\w/-]+)"
+_DEVICES = re.compile(rf"{_DEVICE}(?:\s*,\s*{_DEVICE})*")
+_FACTORY = ("llamafactory-cli", "lmf")
 _CLI = "llamafactory.cli"
 """The module behind ``llamafactory-cli``: it starts torchrun by itself."""
 
 
-def ranks_of(environment: Mapping[str, str], each: int, nodes: int | None) -> tuple[int | None, int | None]:
-    """Return the ranks and the nodes of so many processes a node; None where NNODES is not resolved.
+def visible_devices(environment: Mapping[str, str]) -> int | None:
+    """Return how many GPUs variables of a script show to its command; None: they do not say."""
+    for name in _VISIBLE:
+        listed = environment.get(name, "").strip(" ,")
+        if _DEVICES.fullmatch(listed):
+            return listed.count(",") + 1
+    return None
+
+
+def counted(value: object) -> int | None:
+    """Return a number of processes or of nodes, which is positive, or None."""
+    number = integer(value)
+    return number if number is not None and number > 0 else None
+
+
+def ranks_of(environment: Mapping[str, str], each: int | None) -> tuple[int | None, int | None]:
+    """Return the ranks and the nodes that NPROC_PER_NODE and NNODES say; None where one is not resolved.
 
     Args:
-        environment: Variables of the script.
-        each: Processes of a node.
-        nodes: Nodes without that variable.
+        environment: Variables of the command.
+        each: Processes of a node without NPROC_PER_NODE.
     """
-    written = environment.get("NNODES")
-    found = (nodes or 1) if written is None else integer(written)
-    return None if found is None else each * found, found
+    each = counted(environment["NPROC_PER_NODE"]) if "NPROC_PER_NODE" in environment else each
+    nodes = counted(environment.get("NNODES", 1))
+    return (None if nodes is None or each is None else each * nodes), nodes
 
 
-def with_ranks(launch: Launch, flags: Mapping[str, Any], environment: Mapping[str, str]) -> Launch:
-    """Return a launch with the ranks that variables of its script say where its flags leave them open."""
-    if launch.script == _CLI and launch.program == "python":
-        launch = replace(launch, processes=None, nodes=None)
-    each = integer(environment.get("NPROC_PER_NODE"))
-    if each is None and launch.processes is None and _takes_visible(launch, flags):
-        each = visible_devices(environment)
-    if launch.processes not in (None, 1) or each is None:
+def on_ranks(launch: Launch, flags: Mapping[str, Any], per_node: str, nodes: str) -> Launch:
+    """Return a launch with the processes and the nodes that two flags give."""
+    ranks = counted(flags.get(per_node))
+    machines = counted(str(flags.get(nodes, "1")).split(":")[-1])
+    processes = None if ranks is None or machines is None else ranks * machines
+    return replace(launch, processes=processes, nodes=machines)
+
+
+def with_ranks(
+    launch: Launch, flags: Mapping[str, Any], environment: Mapping[str, str], *, open_ended: bool = False
+) -> Launch:
+    """Return a launch with the ranks that variables of its script say where its flags leave them open.
+
+    accelerate 1.15 ``commands/launch.py``, which ``axolotl train`` runs (its number of processes is that of
+    all nodes); LLaMA-Factory 0.9.5 ``launcher.py``; deepspeed 0.18 ``launcher/runner.py``; torchrun's
+    ``--nproc-per-node gpu``; ms-swift 4.6 ``cli/main.py``.
+
+    Args:
+        launch: The launch, as its flags say it.
+        flags: These flags.
+        environment: Variables of the command.
+        open_ended: Whether a variable may hold further flags.
+    """
+    visible = visible_devices(environment)
+    if launch.program in _FACTORY or (launch.program == "python" and launch.script == _CLI):
+        processes, nodes = ranks_of(environment, visible)
+        return replace(launch, processes=processes, nodes=None if processes is None else nodes)
+    if launch.program in ("swift", "megatron"):
+        said = {"NPROC_PER_NODE"} if launch.program == "megatron" else {"NPROC_PER_NODE", "NNODES"}
+        if not said & environment.keys():
+            return launch
+        processes, nodes = ranks_of(environment, 1)
+        return replace(launch, processes=processes, nodes=nodes)
+    if open_ended or launch.processes is not None or visible is None:
         return launch
-    processes, nodes = ranks_of(environment, each, launch.nodes)
-    return replace(launch, processes=processes, nodes=nodes)
+    match launch.program:
+        case "axolotl":
+            return replace(launch, processes=visible, nodes=1)
+        case "accelerate":
+            if launch.unread is not None or {"config_file", "num_processes", "cpu"} & flags.keys():
+                return launch
+            return replace(launch, processes=visible, nodes=launch.nodes if "num_machines" in flags else 1)
+        case "deepspeed":
+            given = {"num_gpus", "include", "i", "exclude", "e", "hostfile", "h", "num_nodes"} & flags.keys()
+            return launch if given else replace(launch, processes=visible, nodes=1)
+        case "torchrun":
+            if flags.get("nproc_per_node") in ("gpu", "auto") and launch.nodes is not None:
+                return replace(launch, processes=visible * launch.nodes)
+    return launch

@@ -52,10 +52,11 @@ class MsSwift(RunFormat):
 
     def describe(self, file: RunFile) -> DescribedRun:
         """Return the run of a file or a command line."""
-        if file.launch.program == "megatron" or (not file.launch.program and file.data.keys() & _MEGATRON):
-            from fsdptool.config.dialects.ms_swift import megatron
+        megatron = file.launch.program == "megatron" or "_megatron" in file.launch.script
+        if megatron or (not file.launch.program and file.data.keys() & _MEGATRON):
+            from fsdptool.config.dialects.ms_swift.megatron import describe as describe_megatron
 
-            return megatron.describe(file)
+            return describe_megatron(file)
         from fsdptool.config.dialects.ms_swift.run import describe
 
         return describe(file)

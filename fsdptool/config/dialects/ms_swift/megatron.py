@@ -12,7 +12,6 @@ from fsdptool.config.dialects.launches import ranks_of
 from fsdptool.config.dialects.ms_swift.run_keys import KEYS
 from fsdptool.config.dialects.run_reader import RunFile, RunKeys, RunReader, dtype_word
 from fsdptool.records.described_run import DescribedMesh, DescribedRun, UnmodelledKey
-from fsdptool.spelling import integer
 
 _KEYS = RunKeys(KEYS.program, KEYS.version, no_effect=frozenset({"*"}), unknown="dropped")
 _SIZES = {
@@ -33,8 +32,9 @@ def describe(file: RunFile) -> DescribedRun:
         file = replace(file, data={**file.data, **role})
     read = RunReader(file, _KEYS)
     mesh = DescribedMesh(**{name: read.whole(key) or 1 for name, key in _SIZES.items()})
-    ranks = integer(file.environment.get("NPROC_PER_NODE"))
-    processes = ranks_of(file.environment, ranks, None)[0] if ranks is not None else None
+    processes = file.launch.processes if file.launch.program != "megatron" else None
+    if "NPROC_PER_NODE" in file.environment and processes is None:
+        processes, _ = ranks_of(file.environment, None)
     processes = processes or read.whole("gpus")
     micro, total = read.whole("micro_batch_size") or 1, read.whole("global_batch_size") or 16
     shared = (mesh.tp or 1) * (mesh.pp or 1) * (mesh.cp or 1)

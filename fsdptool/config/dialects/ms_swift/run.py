@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdptool.config.dialects.launches import ranks_of, visible_devices
+from fsdptool.config.dialects.launches import counted, ranks_of, visible_devices
 from fsdptool.config.dialects.ms_swift.run_keys import KEYS, SECOND, SHIPPED, THIRD
 from fsdptool.config.dialects.run_reader import (
     RunFile,
@@ -28,7 +28,6 @@ from fsdptool.config.dialects.run_reader import (
 from fsdptool.config.dialects.trainer.run import arguments
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
 from fsdptool.source.known_models import family_of_name
-from fsdptool.spelling import integer
 
 _ATTENTION = {
     "flash_attn": "flash_attention_2",
@@ -40,6 +39,11 @@ _TASKS = {
     "generative_reranker": "reranker", "prm": "classification",
 }  # fmt: skip
 """Values of ``task_type`` that train another head than that of the language model (base_args.py)."""
+_ONLY_IN_2 = frozenset([
+    "sft_type", "model_id_or_path", "batch_size", "lora_target_modules", "lora_dropout_p", "quantization_bit",
+    "template_type", "train_dataset_sample", "custom_train_dataset_path", "deepspeed_config_path",
+])  # fmt: skip
+"""Names of version 2 that no later one has."""
 _TARGET = 16
 """Samples of a step that the accumulation is chosen for (trainers/arguments.py:291)."""
 
@@ -92,7 +96,8 @@ def describe(file: RunFile) -> DescribedRun:
     optimizer = facts["optimizer"]
     if read.raw("optimizer") == "muon":  # its own optimizers take the place of optim (optimizers/mapping.py)
         optimizer = facts["optimizer"] = read.text("optimizer")
-    model = read.text("model") or read.raw("model") or read.text("model_type")
+    named = read.raw("model")  # with its variables, as another fact says that they are open
+    model = read.text("model") or (named if isinstance(named, str) else None) or read.text("model_type")
     return read.describe(
         **facts,
         model=model,
@@ -140,25 +145,28 @@ def _unwrapped(file: RunFile) -> tuple[RunFile, bool]:
 
 
 def _keys_of(data: Mapping[str, Any]) -> RunKeys:
-    """Return the table of the version that a file is written for: 2.x has sft_type, 3.x train_type."""
-    if "tuner_type" in data:
-        return KEYS
-    return SECOND if "sft_type" in data else THIRD if "train_type" in data else KEYS
+    """Return the table of the version that a file is written for: 2.x has its own names, 3.x train_type."""
+    if "tuner_type" in data or "train_type" in data:
+        return KEYS if "tuner_type" in data else THIRD
+    return SECOND if _ONLY_IN_2 & data.keys() else KEYS
 
 
 def _processes(read: RunReader, file: RunFile) -> int | None:
     """Return the ranks: without NPROC_PER_NODE swift starts one, which divides layers over its GPUs."""
     launch, visible = file.launch, visible_devices(file.environment)
-    ranks = integer(file.environment.get("NPROC_PER_NODE"))
+    given = {"NPROC_PER_NODE", "NNODES"} & file.environment.keys()
     found = launch.processes
-    if found is None and ranks is not None:
-        found, _ = ranks_of(file.environment, ranks, None)
-    if found is None and visible is not None and (visible == 1 or launch.program in ("accelerate", "swift")):
-        found = visible if launch.program == "accelerate" else 1
-    if visible is not None and launch.program == "swift" and visible // (ranks or 1) > 1:
+    if found is None and given and launch.program in ("", "swift"):
+        found, _ = ranks_of(file.environment, 1)
+    if found is None and launch.program == "accelerate":
+        found = visible
+    if found is None and not given and (visible == 1 or (visible is not None and launch.program == "swift")):
+        found = 1
+    each = counted(file.environment.get("NPROC_PER_NODE", 1))
+    if visible is not None and launch.program == "swift" and each is not None and visible // each > 1:
         read.notes.append(
-            f"each process has several of the {visible} visible GPUs: its layers are divided among them "
-            "(device_map auto), which is not planned"
+            f"a process has several of the {visible} visible GPUs: the model's layers are divided among its "
+            "GPUs (device_map auto), which is not planned"
         )
         read.unmodelled("CUDA_VISIBLE_DEVICES", "less")
     return found
