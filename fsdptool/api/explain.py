@@ -86,6 +86,8 @@ def explain_one(
 
         load = loader(default_files(reading.source.path))
         reading = replace(reading, effective=script_settings(reading.source, words, load))
+    if run is not None and reading.dialect == "flags" and run.fsdp in (1, 2):
+        reading = _sharded_by_script(reading, run)
     if run is not None and reading.dialect is None:
         reading = _with(reading, tuple(_as_note(item, run.program) for item in reading.diagnostics))
     return Explained(reading, run)
@@ -125,6 +127,14 @@ def _as_note(item: Diagnostic, program: str) -> Diagnostic:
         return item
     message = f"a training file of {program}: its run is read; its sharding settings are not judged"
     return replace(item, code="FSD110", severity="info", message=message, help=None)
+
+
+def _sharded_by_script(reading: Reading, run: DescribedRun) -> Reading:
+    """Return what was read of a command line whose flags leave FSDP to the script that it starts."""
+    left = tuple(item for item in reading.diagnostics if item.code != "FSD113")
+    if len(left) == len(reading.diagnostics) or run.fsdp not in (1, 2):
+        return reading
+    return replace(_with(reading, left), version=run.fsdp)
 
 
 def _with(reading: Reading, diagnostics: tuple[Diagnostic, ...]) -> Reading:

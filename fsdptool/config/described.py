@@ -24,7 +24,8 @@ from fsdptool.config.dialects.run_reader import (
     may_shard,
     state_bits,
 )
-from fsdptool.config.dialects.trainer.run import mesh_of_accelerate
+from fsdptool.config.dialects.trainer.run import mesh_of_accelerate, shipped
+from fsdptool.config.dialects.trainer.run_keys import script_of
 from fsdptool.config.shell import (
     Command,
     find_commands,
@@ -52,10 +53,6 @@ _COMMENT = re.compile(r"^\s*#(.*)$", re.MULTILINE)
 _EXPORT = re.compile(r"^export [A-Z_]+=", re.MULTILINE)
 _STAND_INS = (1, 2, True, False, "float32", "bfloat16", "eager", "sdpa", "adamw_8bit", "muon", "selective")
 """What stands in turn for a value that cannot be read, to find the facts that change with it."""
-_SHIPPED = re.compile(
-    r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|ddp|single_gpu)\.ya?ml$"
-)
-"""Files of TRL 1.16 (``trl/accelerate_configs``), alignment-handbook and open-r1 that say the same."""
 _NEGATES = ("trl", "trainer", "ms-swift", "llamafactory")
 """Programs whose parser makes ``--no_KEY`` of a switch that is on (transformers ``hf_argparser.py``)."""
 _TRAINS = re.compile(r"train|tun(?:e|ing)|sft|dpo|grpo|orpo|kto|rloo|ppo|gkd|reward|(?:^|_)run(?:_|$)|^main$")
@@ -142,8 +139,10 @@ def describe_written(
                 source = replace(source, text=text)
     flags = starts or (form is not None and form.name == "flags")
     found = (_of_command if flags else _of_file)(source, files, program)
-    if found is None:
-        own = _of_own_script(source.text, files) if flags and program is None else None
+    own = None
+    if flags and program is None and (found is None or _may_be_own(*found)):
+        own = _of_own_script(source.text, files)
+    if found is None or own is not None:
         return DescribedText(_with_family(own) if own is not None else None)
     reader, file = found
     if version is not None and reader.name == version[0]:
@@ -358,6 +357,11 @@ def _of_command(
     return None
 
 
+def _may_be_own(reader: RunFormat, file: RunFile) -> bool:
+    """Say whether a command is taken for one of TrainingArguments by some flags alone."""
+    return reader.name == "trainer" and script_of(file.launch.script) is None
+
+
 def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:
     """Return the run of a script that belongs to no program, and that a command line starts."""
     from fsdptool.config.script_runs import describe_script
@@ -458,8 +462,14 @@ def _plain(root: Node) -> dict[str, Any]:
 
 
 def loader(files: NamedFiles) -> Callable[[str], object]:
-    """Return what reads the files of settings that a script loads, within its project, as plain data."""
-    return partial(_beside, files.within_project())
+    """Return what reads the files of settings that a script loads, within its project, as plain data.
+
+    Of a file in Python it returns the tree.
+    """
+    from fsdptool.config.script_runs import tree_of
+
+    inside = files.within_project()
+    return lambda name: tree_of(name, inside) if name.endswith(".py") else _beside(inside, name)
 
 
 def _beside(files: NamedFiles, name: str) -> Any:
@@ -584,25 +594,13 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
     if named is not None:
         read = _beside(files, str(named))
         if not isinstance(read, dict):
-            read = _shipped(str(named))
+            read = shipped(str(named))
         if isinstance(read, dict):
             data = read
         else:
             said = f"accelerate's file {named} is not read: what it sets is not known"
             launch = replace(launch, unread=str(named), problems=(said,))
     return _settings(launch, flags, data, named is not None)
-
-
-def _shipped(name: str) -> dict[str, Any] | None:
-    """Return what an accelerate file says that TRL and projects around it ship, or None."""
-    found = _SHIPPED.search(name)
-    if found is None:
-        return None
-    name = found.group(1)
-    kind = "DEEPSPEED" if name.startswith("zero") else "FSDP" if name.startswith("fsdp") else "MULTI_GPU"
-    said: dict[str, Any] = {"distributed_type": kind, "mixed_precision": "bf16"}
-    said["num_processes"] = 1 if name == "single_gpu" else 8
-    return said | ({"fsdp_config": {"fsdp_version": int(name[-1])}} if kind == "FSDP" else {})
 
 
 def _merged(launch: Launch, other: Launch) -> Launch:
@@ -633,10 +631,11 @@ def _settings(
         processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
     precision = flags.get("mixed_precision", data.get("mixed_precision"))
     inner = data.get("dynamo_config")
-    dynamo = (inner if isinstance(inner, dict) else data).get("dynamo_backend")
+    inner = inner if isinstance(inner, dict) else {"dynamo_backend": data.get("dynamo_backend")}
+    dynamo = inner.get("dynamo_backend", inner.get("backend"))  # accelerate's launcher takes both
     launch = replace(
         launch,
-        compiles=str(flags.get("dynamo_backend", dynamo)).lower() not in ("none", "no"),
+        compiles=str(flags.get("dynamo_backend", dynamo)).lower() not in ("none", "no", "false"),
         processes=processes,
         nodes=integer(flags.get("num_machines", data.get("num_machines"))),
         mixed_precision=None if precision is None else str(precision),

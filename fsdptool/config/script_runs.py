@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from fsdptool.config.command_lines import NamedFiles
 from fsdptool.config.dialects.run_reader import (
     Launch,
     RunFile,
@@ -25,9 +26,11 @@ from fsdptool.config.dialects.run_reader import (
 )
 from fsdptool.config.dialects.trainer.run import arguments, computed_in
 from fsdptool.config.dialects.trainer.run_keys import KEYS as TRAINER
-from fsdptool.files.text import SourceText
+from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.records.diagnostic import EffectiveSetting
+from fsdptool.scripts import SCRIPTS
+from fsdptool.scripts.judge import parsed
 from fsdptool.scripts.models import PARTS_OF_UNSLOTH, RECOMPUTED_BY_UNSLOTH
 from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
@@ -96,6 +99,15 @@ def describe_script(
     """
     script = read_script_run(source, words, load=load, processes=launch.processes)
     return described(script, source.path, launch) if script is not None else None
+
+
+def tree_of(name: str, files: NamedFiles) -> object:
+    """Return the tree of a file in Python; where it has none, something else."""
+    try:
+        source = files.read(name, SCRIPTS)
+    except UnreadableError:
+        return None
+    return parsed(source.text) if isinstance(source, SourceText) else None
 
 
 def script_settings(

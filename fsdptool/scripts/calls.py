@@ -21,6 +21,7 @@ from fsdptool.scripts.values import (
     Thing,
     Value,
     flat,
+    is_key,
     made_by,
 )
 
@@ -76,7 +77,11 @@ class Calls(ScriptState, ABC):
             return Library(f"{value.name}.{name}")
         if isinstance(value, Class):
             found = value.lookup(name)
-            return Function(found[1], found[0].scope) if found else Thing("unknown", label=name, node=node)
+            if found is None:
+                return Thing("unknown", label=name, node=node)
+            return Function(
+                found[1], found[0].scope, value if _is_decorated(found[1], "classmethod") else None
+            )
         if isinstance(value, Choice):
             options = [self.attribute(option, name, node) for option in value.options]
             return joined(options, value.by_rank)
@@ -103,7 +108,7 @@ class Calls(ScriptState, ABC):
 
     def item(self, whole: Value, index: Value, node: ast.AST) -> Value:
         """Return an item of a value."""
-        if isinstance(whole, Table) and isinstance(index, Const):
+        if isinstance(whole, Table) and is_key(index):
             return whole.items.get(index.value) or Thing("unknown", node=node, sources=(whole,))
         if isinstance(whole, Items) and isinstance(index, Const) and isinstance(index.value, int):
             if -len(whole.values) <= index.value < len(whole.values):
@@ -113,7 +118,7 @@ class Calls(ScriptState, ABC):
             return self._environment(index, node) if short(whole.name) == "os.environ" else whole
         if not isinstance(whole, Thing):
             return Thing("unknown", node=node, sources=(whole, index), tags=_held(whole, index))
-        key = ("item", index.value) if isinstance(index, Const) else None
+        key = ("item", index.value) if is_key(index) else None
         if key is not None and key in whole.parts:
             return whole.parts[key]
         label = f"[{index.value!r}]" if isinstance(index, Const) else "[?]"
@@ -241,7 +246,9 @@ class Calls(ScriptState, ABC):
             found = base.owner.lookup(name) if base.owner is not None else None
             if found is not None:
                 self._event(name, receiver, args, keywords, places, partly, node, None, kind="method")
-                function = Function(found[1], found[0].scope, None if _is_static(found[1]) else base)
+                bound: Value | None = None if _is_decorated(found[1], "staticmethod") else base
+                bound = base.owner if _is_decorated(found[1], "classmethod") else bound
+                function = Function(found[1], found[0].scope, bound)
                 return self.enter(function, args, keywords, node, partly)
             if isinstance(own, Function | Class | Partial | Library) or (
                 own is not None and made_by(own, "attribute") is None
@@ -274,7 +281,7 @@ class Calls(ScriptState, ABC):
     ) -> Value:
         """Return what a method of something else than a script's own class yields."""
         if isinstance(receiver, Table):
-            return self._of_table(receiver, name, args, node)
+            return self._of_table(receiver, name, args, keywords, node)
         if isinstance(receiver, Items) and name in ("append", "add", "extend"):
             receiver.values.extend(args)
             return Const(None)
@@ -297,13 +304,29 @@ class Calls(ScriptState, ABC):
             parent=parent, outside=isinstance(receiver, Thing) and receiver.outside, inner=receiver,
         )  # fmt: skip
 
-    def _of_table(self, table: Table, name: str, args: Sequence[Value], node: ast.Call) -> Value:
-        if name in ("get", "pop") and args and isinstance(args[0], Const):
+    def _of_table(
+        self,
+        table: Table,
+        name: str,
+        args: Sequence[Value],
+        keywords: Mapping[str, Value],
+        node: ast.Call,
+    ) -> Value:
+        if name in ("get", "pop", "setdefault") and args and is_key(args[0]):
             found = table.items.get(args[0].value)
             if found is not None:
                 return found
-            return args[1] if len(args) > 1 and table.whole else Thing("unknown", node=node)
-        if name == "update":
+            value = args[1] if len(args) > 1 and table.whole else Thing("unknown", node=node)
+            if name == "setdefault":
+                self.store(table.items, args[0].value, value)
+                table.nodes[args[0].value] = node
+            return value
+        if name == "update" and all(isinstance(item, Table) and item.whole for item in args):
+            added = [item for given in args if isinstance(given, Table) for item in given.items.items()]
+            for key, value in (*added, *keywords.items()):
+                self.store(table.items, key, value)
+                table.nodes[key] = node
+        elif name in ("update", "setdefault"):
             table.whole = False
         if name == "items" and table.whole:
             return Items([Items([Const(key), item]) for key, item in table.items.items()])
@@ -565,8 +588,5 @@ def _is_property(node: ast.AST) -> bool:
     return "property" in names or "cached_property" in names
 
 
-def _is_static(node: ast.AST) -> bool:
-    return any(
-        isinstance(item, ast.Name) and item.id == "staticmethod"
-        for item in getattr(node, "decorator_list", ())
-    )
+def _is_decorated(node: ast.AST, name: str) -> bool:
+    return any(isinstance(item, ast.Name) and item.id == name for item in getattr(node, "decorator_list", ()))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
 from fsdptool.scripts.interpreter import Interpreter
 from fsdptool.scripts.known_values import (
     BF16,
+    LONGEST,
     as_value,
     asks_for_bf16,
     compared,
@@ -70,6 +72,11 @@ def is_of_lightning(value: Value | None) -> bool:
     return value.kind.rpartition(".")[2] in ("Trainer", "Fabric")
 
 
+def _kept(name: str) -> str:
+    """Return the name under which values are kept: in small letters, but for single letters."""
+    return name.lower() if len(name) > 1 else name
+
+
 class RunInterpreter(Interpreter):
     """Follows a script with the arguments that it is started with.
 
@@ -79,6 +86,9 @@ class RunInterpreter(Interpreter):
         defaults: Whether defaults count; else what they decide is not known.
         load: Returns a file that the script loads as plain data, or None; without it no file is read.
         processes: Number of ranks that it is started on, or None.
+
+    Attributes:
+        problems: Files that it is given, and that cannot be read.
     """
 
     starts_anyway = True
@@ -94,6 +104,7 @@ class RunInterpreter(Interpreter):
     ) -> None:
         super().__init__(tree)
         self._load = load
+        self.problems: list[str] = []
         self._processes = processes
         self._files: dict[str, Value | None] = {}
         self._defaults = defaults
@@ -131,7 +142,7 @@ class RunInterpreter(Interpreter):
             options = [
                 item.node for item in value.sources if isinstance(item, Thing) and item.kind == "option"
             ]
-            self._held.setdefault(name.lower(), []).append((value, options[0] if options else node))
+            self._held.setdefault(_kept(name), []).append((value, options[0] if options else node))
 
     def store(self, where: dict[Any, Value], key: Any, value: Value) -> None:
         """Bind a name or an attribute."""
@@ -141,7 +152,7 @@ class RunInterpreter(Interpreter):
 
     def _do_augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.target, ast.Name):  # what it held before is not what a loop sees
-            self._held.pop(node.target.id.lower(), None)
+            self._held.pop(_kept(node.target.id), None)
         super()._do_augassign(node)
 
     def assign(self, target: ast.AST, value: Value) -> None:
@@ -180,6 +191,10 @@ class RunInterpreter(Interpreter):
             if name == "set_defaults":
                 for key, value in keywords.items():
                     self.store(parser.parts, ("default", key), value)
+                    said = parser.parts.get(("argument", key))
+                    if isinstance(said, Thing):  # it replaces the default of what is declared
+                        said = replace(said, keywords={**said.keywords, "default": value})
+                        self.store(parser.parts, ("argument", key), said)
                 return Const(None)
             if name in ("parse_args", "parse_known_args"):
                 self._declares = self._declares or name == "parse_args"
@@ -253,17 +268,18 @@ class RunInterpreter(Interpreter):
         if given is None and f"no_{name}" in self._flags and isinstance(keywords.get("action"), Library):
             self._used.add(f"no_{name}")
             return given_by(False, label, declared.node)
+        default = keywords.get("default") or default
         if action in ("store_true", "store_false"):
-            mark = self._default_of if given is None else given_by
-            return mark((action == "store_true") == (given is not None), label, declared.node)
-        if given is not None:
+            if given is not None:
+                return given_by(action == "store_true", label, declared.node)
+            default = default or Const(action == "store_false")
+        elif given is not None:
             several = isinstance(given, list) or keywords.get("nargs") is not None
             words = given if isinstance(given, list) else [given]
             values = [self._converted(word, keywords.get("type")) for word in words]
             if several and constant(keywords.get("nargs")) != "?":
                 return Items([given_by(value, label, declared.node) for value in values])
             return given_by(values[0], label, declared.node)
-        default = keywords.get("default") or default
         if default is None or is_constant(default, None):
             if is_constant(keywords.get("required"), True) or not label.startswith("-"):
                 return Thing("missing", label=label, node=declared.node)
@@ -416,6 +432,16 @@ class RunInterpreter(Interpreter):
         if made.lookup("__init__") is None and isinstance(thing, Thing):
             for (field, _), value in zip(self._fields(made), args, strict=False):
                 self.store(thing.parts, field, value)
+        given = dict(thing.parts) if isinstance(thing, Thing) else {}
+        after = made.lookup("__post_init__") if made.lookup("__init__") is None else None
+        if after is not None and isinstance(thing, Thing):
+            self.enter(Function(after[1], after[0].scope, thing), (), {}, node)
+            changed = {
+                str(name): value
+                for name, value in thing.parts.items()
+                if given.get(name) is not value and made_by(value, "attribute") is None
+            }
+            keywords = {**keywords, **changed}
         if base is not None and isinstance(thing, Thing):
             fields = {name: self.attribute(thing, name, node) for name, _ in self._fields(made)}
             thing.kind, thing.keywords = base, {**fields, **keywords}
@@ -467,9 +493,11 @@ class RunInterpreter(Interpreter):
             if isinstance(field, str) and not first.owner.library_bases:
                 return Const(field in first.parts or self._of_class(first.owner, field) is not None)
         if name == "builtins.exec" and self.scope is self.module:  # nanoGPT's ``configurator.py``
+            for path in (word for word in self._positional if word.endswith(".py")):
+                self._execute(path, node)
             for key in self._flags.keys() & self.module.names.keys():
                 self._used.add(key)
-                self._held.pop(key.lower(), None)
+                self._held.pop(_kept(key), None)
                 self.assign(ast.Name(key), given_by(typed(self._flags[key]), f"--{key}", node))
         if name in ("builtins.int", "builtins.float", "builtins.str") and isinstance(first, Const):
             try:
@@ -480,6 +508,22 @@ class RunInterpreter(Interpreter):
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
         return None
+
+    def _execute(self, path: str, node: ast.AST) -> None:
+        """Follow a file in Python that sets variables of the script."""
+        tree = self._load(path) if self._load is not None else None
+        if not isinstance(tree, ast.Module):
+            self.problems.append(f"{path} is not read: what it sets is not known")
+            return
+        bound = {item.id for item in ast.walk(tree) if isinstance(item, ast.Name)} & self.module.names.keys()
+        before = {name: self.module.names[name] for name in bound}
+        self.block(tree.body)
+        for name, value in before.items():
+            found = self.module.names[name]
+            if found is not value:
+                self._held.pop(_kept(name), None)
+                told = given_by(found.value, path, node) if isinstance(found, Const) else found
+                self.assign(ast.Name(name), told)
 
     def _samples(self, name: str, first: Value | None, keywords: Mapping[str, Value], node: ast.AST) -> None:
         """Follow what makes samples and batches for a loader or a trainer, which call it out of sight."""
@@ -556,8 +600,14 @@ class RunInterpreter(Interpreter):
             return made
         held = iter(value.value for value in values if isinstance(value, Const))
         words = [part.value if isinstance(part, ast.Constant) else next(held) for part in node.values]
+        try:
+            text = "".join(map(str, words))
+        except ValueError:  # a number of too many digits
+            return made
+        if len(text) > LONGEST:
+            return made
         sources = tuple(source for value in values for source in value.sources)
-        return Const("".join(map(str, words)), sources=sources)
+        return Const(text, sources=sources)
 
     def _binop(self, node: ast.BinOp) -> Value:
         made = super()._binop(node)

@@ -20,8 +20,11 @@ from fsdptool.scripts.values import (
     Table,
     Thing,
     Value,
+    is_key,
 )
 
+_LARGEST = 1e30
+"""Numbers beyond it are not calculated with: each product would have twice the digits."""
 _HELD = frozenset({"rank", "world", "meta"})
 
 
@@ -95,7 +98,7 @@ class Expressions(Calls):
         for key, item in zip(node.keys, node.values, strict=True):
             value = self.value(item)
             name = self.value(key) if key is not None else None
-            if isinstance(name, Const):
+            if is_key(name):
                 items[name.value] = value
                 nodes[name.value] = key or item
             elif key is None and isinstance(value, Table):
@@ -268,6 +271,8 @@ def _folded(operator: ast.operator, left: object, right: object) -> object:
     if isinstance(left, bool) or isinstance(right, bool):
         return None
     if isinstance(left, int | float) and isinstance(right, int | float):
+        if abs(left) > _LARGEST or abs(right) > _LARGEST:
+            return None
         try:
             if isinstance(operator, ast.Add):
                 return left + right
@@ -286,7 +291,12 @@ def _folded(operator: ast.operator, left: object, right: object) -> object:
 
 def _compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
     """Return the result of a comparison, or None. A job that is sharded has several ranks."""
-    if "world" in left.tags and isinstance(right, Const) and right.value in (0, 1):
+    if (
+        "world" in left.tags
+        and not isinstance(left, Const)
+        and isinstance(right, Const)
+        and right.value in (0, 1)
+    ):
         if isinstance(operator, ast.Gt | ast.NotEq):
             return True
         return False if isinstance(operator, ast.Eq | ast.LtE) else None

@@ -21,6 +21,7 @@ from fsdptool.scripts.values import (
     Table,
     Thing,
     Value,
+    is_key,
 )
 
 _UNROLLED, _PAIRS = 6, 40
@@ -75,6 +76,8 @@ class Interpreter(Expressions):
         self.tree = tree
         self._functions = []
         self._returned: list[Value] = []
+        self._unrolled = 1
+        self._left = False
         self.classes: list[Class] = []
         self.roots: list[Function] = []
         self.words: frozenset[str] = frozenset()
@@ -94,28 +97,33 @@ class Interpreter(Expressions):
         found = [Path(whole, None, self.tree, tuple(self.classes), self.words)]
         named = _loaded(self.tree)
         first = [root for root in self.roots if root.node not in self.called and _name(root) not in named]
+        mattering = self._mattering()
         for roots in (first, self.roots):
             for root in roots:
-                if root.node not in self.called and self._matters(root):
+                made = root.bound.lookup("__init__") if isinstance(root.bound, Class) else None
+                matters = root.node in mattering or (made is not None and made[1] in mattering)
+                if root.node not in self.called and matters:
                     found.append(self._from(root, whole))
         return found
 
-    def _matters(self, root: Function) -> bool:
-        """Say whether a function, or one of the script that it names, has a word that rules ask for."""
-        waiting: list[ast.AST] = [root.node]
-        first = root.bound.lookup("__init__") if isinstance(root.bound, Class) else None
-        waiting.extend([first[1]] if first is not None else [])
-        seen: set[ast.AST] = set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            words = words_of(node)
+    def _mattering(self) -> set[ast.AST]:
+        """Return the functions that have a word that rules ask for, or name one of the script that has."""
+        names = {_name(root) for root in self.roots}
+        users: dict[str, list[Function]] = {}
+        waiting: list[Function] = []
+        for root in self.roots:
+            words = words_of(root.node)
             if words & self.triggers:
-                return True
-            waiting.extend(other.node for other in self.roots if _name(other) in words)
-        return False
+                waiting.append(root)
+            for name in words & names:
+                users.setdefault(name, []).append(root)
+        found: set[ast.AST] = set()
+        while waiting:
+            root = waiting.pop()
+            if root.node not in found:
+                found.add(root.node)
+                waiting.extend(users.pop(_name(root), ()))
+        return found
 
     def _from(self, root: Function, before: tuple[Event, ...]) -> Path:
         """Return the way through a function that is called from elsewhere."""
@@ -203,14 +211,14 @@ class Interpreter(Expressions):
         if isinstance(whole, Library) and whole.name == "os.environ":
             name = index.value if isinstance(index, Const) else None
             self.emit("environment", str(name), target, args=(value,))
-        elif isinstance(whole, Table) and isinstance(index, Const):
+        elif isinstance(whole, Table) and is_key(index):
             self.store(whole.items, index.value, value)
             whole.nodes[index.value] = target
         elif isinstance(whole, Table):
             whole.whole = False
         elif isinstance(whole, Thing):
             self.emit("store", "[]", target, target=whole, args=(value,))
-            key = ("item", index.value) if isinstance(index, Const) else "[]"
+            key = ("item", index.value) if is_key(index) else "[]"
             self.store(whole.parts, key, value)
             if isinstance(value, Thing) and value.parent is None:
                 value.parent = whole
@@ -278,13 +286,15 @@ class Interpreter(Expressions):
 
     def _do_return(self, node: ast.Return) -> bool:
         self._returned.append(self.value(node.value))
+        self._left = False
         return True
 
     def _do_raise(self, node: ast.Raise) -> bool:
         self.value(node.exc)
         return True
 
-    def _do_break(self, _node: ast.stmt) -> bool:
+    def _do_break(self, node: ast.stmt) -> bool:
+        self._left = isinstance(node, ast.Break)
         return True
 
     _do_continue = _do_break
@@ -299,8 +309,9 @@ class Interpreter(Expressions):
         if _is_typing(node.test):
             known = False
         if known is not None:
-            chosen = node.body if known else node.orelse
-            return self.block(chosen) and not (self.starts_anyway and _ends_process(chosen))
+            chosen, before = node.body if known else node.orelse, len(self.events)
+            over = self.block(chosen)
+            return over and not (self.starts_anyway and _is_check(node.test, chosen, self.events[before:]))
         yes = Condition(node, True, "one" in test.tags, len(self.stack), test)
         no = Condition(node, False, "rest" in test.tags, len(self.stack), test)
         ends: list[bool] = []
@@ -311,6 +322,7 @@ class Interpreter(Expressions):
 
         branches = [(partial(run, node.body), yes), (partial(run, node.orelse), no)]
         over = self.join(branches, by_rank=bool(test.tags & {"one", "rest"}))
+        self._left = False  # one of two branches: it may have been the other
         if not over and any(ends) and not _dies(node.body if ends[0] else node.orelse):
             self.guards.append(no if ends[0] else yes)
         return over
@@ -352,25 +364,41 @@ class Interpreter(Expressions):
         whole = self.value(node.iter)
         self.emit("iterate", "for", node, target=whole)
         values: list[Value] = [self.element(whole, node)]
-        if isinstance(whole, Items) and 0 < len(whole.values) <= (_PAIRS if _is_paired(whole) else _UNROLLED):
+        outer = self._unrolled
+        if isinstance(whole, Items) and self._is_short(whole):
             values = list(whole.values)
+            self._unrolled *= len(values)
         for value in values:
             self.assign(node.target, value)
-            self._loop(node, node.body)
-        self.block(node.orelse)
+            if self._loop(node, node.body) and len(values) > 1 and self._left:
+                break
+        else:
+            self._unrolled = outer
+            self.block(node.orelse)
+        self._unrolled = outer
 
     _do_asyncfor = _do_for
+
+    def _is_short(self, whole: Items) -> bool:
+        """Say whether a loop is followed item by item, with the loops around it that are."""
+        many = len(whole.values)
+        if 0 < many <= _UNROLLED:
+            return self._unrolled * many <= _UNROLLED * _PAIRS
+        return _is_paired(whole) and 0 < self._unrolled * many <= _PAIRS
 
     def _do_while(self, node: ast.While) -> None:
         self.value(node.test)
         self._loop(node, node.body)
         self.block(node.orelse)
 
-    def _loop(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
+    def _loop(self, node: ast.AST, body: Sequence[ast.stmt]) -> bool:
+        """Run the body of a loop once; return whether it certainly ends before its last statement."""
         self.loops.append(node)
+        self._left = False
         with self.under(None):
-            self.block(body)
+            over = self.block(body)
         self.loops.pop()
+        return over
 
     def _do_with(self, node: ast.With | ast.AsyncWith) -> bool:
         depth = len(self.contexts)
@@ -458,9 +486,35 @@ def _exits(node: ast.stmt) -> bool:
     )
 
 
-def _ends_process(body: Sequence[ast.stmt]) -> bool:
-    """Say whether a block ends with an error or an exit: a check of what the script is given."""
-    return bool(body) and (isinstance(body[-1], ast.Raise) or _exits(body[-1]))
+def _is_check(test: ast.expr, body: Sequence[ast.stmt], events: Sequence[Event]) -> bool:
+    """Say whether a block is a check of what the script is given: it ends with an error, and trains nothing.
+
+    An exit without an error is one where the script has too few arguments, and prints how it is used.
+    """
+    if not body or any(_trains(event) for event in events):
+        return False
+    last = body[-1]
+    if isinstance(last, ast.Raise):
+        value = last.exc
+        raised = value.func if isinstance(value, ast.Call) else value
+        if raised is None or ast.unparse(raised) != "SystemExit":
+            return True
+    elif isinstance(last, ast.Expr) and _exits(last):
+        value = last.value
+    else:
+        return False
+    status = value.args[0] if isinstance(value, ast.Call) and value.args else ast.Constant(None)
+    fine = isinstance(status, ast.Constant) and status.value in (0, None)
+    return not fine or "sys.argv" in ast.unparse(test)
+
+
+def _trains(event: Event) -> bool:
+    """Say whether something belongs to a training."""
+    if event.kind == "method":
+        return event.name in ("train", "fit", "backward")
+    owner = event.result.owner if event.kind == "make" and isinstance(event.result, Thing) else None
+    names = owner.library_bases if owner is not None else (event.name,) if event.kind == "call" else ()
+    return any(name.endswith("Trainer") for name in names)
 
 
 def _dies(body: Sequence[ast.stmt]) -> bool:

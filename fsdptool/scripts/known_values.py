@@ -18,7 +18,8 @@ _OF_TEXT = frozenset({
     "removeprefix", "removesuffix",
 })  # fmt: skip
 """Methods of a text that are followed: none of them makes it longer."""
-_LONGEST = 10_000
+LONGEST = 10_000
+"""Characters of a text beyond which it is not followed."""
 _DEEPEST = 20
 
 
@@ -87,7 +88,7 @@ def flags(words: Sequence[str]) -> tuple[dict[str, str | list[str]], list[str]]:
 def of_text(receiver: Value, name: str, args: Sequence[Value]) -> Value | None:
     """Return what a method of a known text yields, or None."""
     text, given = constant(receiver), [item.value for item in args if isinstance(item, Const)]
-    if not isinstance(text, str) or name not in _OF_TEXT or len(given) < len(args) or len(text) > _LONGEST:
+    if not isinstance(text, str) or name not in _OF_TEXT or len(given) < len(args) or len(text) > LONGEST:
         return None
     try:
         made = getattr(text, name)(*given)

@@ -101,19 +101,19 @@ def read_script_run(
     interpreter = RunInterpreter(tree, words, defaults=defaults, load=load, processes=processes)
     try:
         paths = interpreter.paths()
+        scores = [_score(path.events[path.own or 0 :]) for path in paths]
+        best = max(range(len(paths)), key=lambda index: (scores[index], -index))
+        chosen = 0 if scores[0] else best
+        if not scores[chosen]:
+            return None
+        run = _Reader(paths[chosen], interpreter).read()
     except (TooLongError, RecursionError):
         raise ConfigError(
             f"{source.path or 'the script'} is too long to follow",
             help="give its model, and options, in place of the script",
         ) from None
-    scores = [_score(path.events[path.own or 0 :]) for path in paths]
-    best = max(range(len(paths)), key=lambda index: (scores[index], -index))
-    chosen = 0 if scores[0] else best
-    if not scores[chosen]:
-        return None
-    reader = _Reader(paths[chosen], interpreter)
-    run = reader.read()
     unknown = sorted(interpreter.unknown_flags()) if words else []
+    run.problems += interpreter.problems
     run.problems += [f"the script has no option --{name}" for name in unknown]
     if notebook is not None:
         places = notebook.places
@@ -478,9 +478,14 @@ class _Reader(ParallelismReader):
         """
         pair = [
             [(value, node) for value, node in self.interpreter.named(name) if type(constant(value)) is int]
-            for name in ("b", "t")
+            for name in "BT"
         ]
-        if all(pair) and not {"batch_size", "max_length"} & self.run.settings.keys():
+        if (
+            all(pair)
+            and _is_size(pair[0][0][0])
+            and _is_size(pair[1][0][0], 8)
+            and not {"batch_size", "max_length"} & self.run.settings.keys()
+        ):
             for key, name, found in zip(("batch_size", "max_length"), "BT", pair, strict=True):
                 self.put(key, *found[0], name)
 
@@ -490,9 +495,15 @@ class _Reader(ParallelismReader):
             return
         for name in names:
             for value, node in self.interpreter.named(name):
-                if isinstance(plain_value(value)[1], int) or not plain_value(value)[0]:
+                if _is_size(value) or not plain_value(value)[0]:
                     self.put(key, value, node, name)
                     return
+
+
+def _is_size(value: Value, least: int = 1) -> bool:
+    """Say whether a value is a whole number that may count rows or tokens."""
+    number = plain_value(value)[1]
+    return type(number) is int and number >= least
 
 
 def _is_optimizer(name: str) -> bool:

@@ -7,7 +7,7 @@ writes (``LoraConfig.r``).
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from fsdptool.scripts.names import short
 from fsdptool.scripts.values import Choice, Class, Const, Event, Items, Library, Table, Thing, Value, made_by
 
 DTYPES = ("torch.bfloat16", "torch.float16", "torch.half", "torch.float32", "torch.float")
+_DEEPEST, _MOST = 20, 10_000
+"""Levels and items of a list or a dictionary beyond which its value is taken for not known."""
 Form = Literal["trl", "trainer", "accelerate", "lightning", "torch"]
 
 
@@ -139,7 +141,13 @@ class SettingsReader:
 
 
 def plain_value(value: Value | None) -> tuple[bool, Any]:
-    """Return whether a value is known, and the value as plain data."""
+    """Return whether a value is known, and the value as plain data; one that holds too much is not known."""
+    return _plain(value, iter(range(_MOST)), 0)
+
+
+def _plain(value: Value | None, room: Iterator[int], depth: int) -> tuple[bool, Any]:
+    if depth > _DEEPEST or next(room, None) is None:
+        return False, None
     if value is None:
         return True, None
     if isinstance(value, Const):
@@ -151,14 +159,14 @@ def plain_value(value: Value | None) -> tuple[bool, Any]:
     if isinstance(value, Class):
         return True, value.node.name
     if isinstance(value, Items):
-        items = [plain_value(item) for item in value.values]
+        items = [_plain(item, room, depth + 1) for item in value.values]
         return all(known for known, _ in items), [item for _, item in items]
     if isinstance(value, Table):
-        pairs = {str(key): plain_value(item) for key, item in value.items.items()}
+        pairs = {str(key): _plain(item, room, depth + 1) for key, item in value.items.items()}
         known = value.whole and all(known for known, _ in pairs.values())
         return known, {key: item for key, (_, item) in pairs.items()}
     if isinstance(value, Choice):
-        several = [plain_value(option) for option in value.options]
+        several = [_plain(option, room, depth + 1) for option in value.options]
         same = all(item == several[0] for item in several)
         return same and several[0][0], several[0][1] if same else None
     return False, None

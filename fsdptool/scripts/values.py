@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 
 @dataclass(eq=False)
@@ -274,6 +275,11 @@ def origins(value: Value | None, limit: int = 400) -> Iterator[Value]:
 def constant(value: Value | None) -> object:
     """Return the value of a constant; None for everything else (and for None)."""
     return value.value if isinstance(value, Const) else None
+
+
+def is_key(value: Value | None) -> TypeGuard[Const]:
+    """Say whether a value is a constant that may be a key: no list of words."""
+    return isinstance(value, Const) and isinstance(value.value, Hashable)
 
 
 def is_constant(value: Value | None, wanted: object) -> bool:

@@ -760,6 +760,11 @@ def test_the_name_of_a_script_or_a_file_says_what_is_minimised(tmp_path: Path) -
         (folder / name).write_text(f"{text}use_flash_attn: true\n")
         run = describe_path(folder / name)
         assert run is not None and (run.objective, run.attention) == (objective, "flash_attention_2")
+    (tmp_path / "sft").mkdir()
+    for name, objective in (("dpo.yaml", "dpo"), ("full.yaml", "sft")):
+        (tmp_path / "sft" / name).write_text(text)
+        run = describe_path(tmp_path / "sft" / name)
+        assert run is not None and run.objective == objective, "the name of the file counts first"
 
 
 def test_megatron_divides_an_sft_run_of_verl_as_its_engine_says() -> None:
@@ -836,6 +841,12 @@ def test_the_launch_compiles_what_accelerate_prepares(tmp_path: Path) -> None:
     line = "accelerate launch --dynamo_backend=inductor run_clm.py --model_name_or_path gpt2 --output_dir o"
     assert described(f"{line}\n").compile is True
     assert described(f"{line}\n".replace("inductor", "no")).compile is False
+    named = line.replace("--dynamo_backend=inductor", "--config_file acc.yaml")
+    for backend, compiles in (("dynamo_backend: NO", False), ("backend: INDUCTOR", True), ("a: 1", False)):
+        (tmp_path / "acc.yaml").write_text(f"dynamo_config: {{{backend}}}\nnum_processes: 4\n")
+        (tmp_path / "run.sh").write_text(f"{named}\n")
+        run = describe_path(tmp_path / "run.sh")
+        assert run is not None and (run.compile, run.processes) == (compiles, 4), backend
     (tmp_path / "own.py").write_text("""
 import torch
 from accelerate import Accelerator
@@ -874,3 +885,23 @@ def test_verl_shares_a_model_within_groups_and_names_its_optimizer() -> None:
     assert (run.optimizer, run.optimizer_state_bits, run.activation_offloading) == ("adamw8bit", 8, True)
     line = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=a/b engine.fsdp_size=4"
     assert described(f"{line}\n").mesh == DescribedMesh(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "ulysses", "mesh"),
+    [
+        (4, 2, DescribedMesh(2, 2, cp=2)),
+        (8, 2, DescribedMesh(1, 4, cp=2)),
+        (16, 2, DescribedMesh(1, -1, cp=2)),
+        (-1, 4, DescribedMesh(1, -1, cp=4)),
+        (2, 4, DescribedMesh(cp=4)),
+        (3, 1, DescribedMesh(cp=1)),
+    ],
+)
+def test_the_mesh_of_verl_has_the_ranks_of_the_run(size: int, ulysses: int, mesh: DescribedMesh) -> None:
+    actor = "actor_rollout_ref.actor"
+    run = described(
+        f"python -m verl.trainer.main_ppo {actor}.fsdp_config.fsdp_size={size} trainer.n_gpus_per_node=8"
+        f" {actor}.ulysses_sequence_parallel_size={ulysses} {actor}.ppo_micro_batch_size_per_gpu=1\n"
+    )
+    assert (run.processes, run.mesh) == (8, mesh)

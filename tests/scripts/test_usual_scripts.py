@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdptool.api.explain import explain
 from fsdptool.config.described import describe_path, describe_run
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import DescribedRun
@@ -264,6 +265,8 @@ for batch in rows:
     assert (run.micro_batch, run.sequence_length, run.accumulation) == (4, 512, 16)
     alone = describe_path(tmp_path / "own.py")
     assert alone is not None and alone.accumulation is None
+    told = explain(tmp_path / "run.sh")[0].reading
+    assert told.version == 2 and "FSD113" not in {item.code for item in told.diagnostics}
 
 
 def test_an_adapter_of_its_own_files_has_no_rank_here() -> None:
@@ -372,3 +375,198 @@ model = transformers.AutoModelForCausalLM.from_pretrained("gpt2")
 Trainer(model=model, args=args).train()
 """)
     assert run.sequence_length == 256 and not any("only the script" in note for note in run.notes)
+
+
+TRAINED = 'Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), ARGS).train()\n'
+
+
+def trained(before: str, arguments: str, *words: str) -> DescribedRun:
+    """Return the run of a Trainer with arguments that some lines before it prepare."""
+    head = "import argparse, sys\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+    made = f"TrainingArguments({arguments})"
+    return described(f"{head}{before}\n{TRAINED.replace('ARGS', made)}", *words)
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(0)", "sys.exit()", "raise SystemExit", "raise SystemExit(0)"])
+def test_a_branch_that_trains_and_exits_is_the_run(ends: str) -> None:
+    run = described(f"""
+import argparse, sys
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+parser = argparse.ArgumentParser()
+parser.add_argument("--stage", default="sft")
+stage = parser.parse_args().stage
+if stage == "sft":
+    SFTTrainer("gpt2", args=SFTConfig("o", max_length=512, per_device_train_batch_size=2)).train()
+    {ends}
+DPOTrainer("gpt2", args=DPOConfig("o", max_length=1024, per_device_train_batch_size=4)).train()
+""")
+    assert (run.objective, run.sequence_length, run.micro_batch) == ("sft", 512, 2)
+
+
+def test_a_script_that_prints_how_it_is_used_is_described() -> None:
+    run = trained(
+        "if len(sys.argv) < 2:\n    print('use')\n    sys.exit()", "'o', per_device_train_batch_size=2"
+    )
+    assert run.micro_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "size"),
+    [
+        ("p = argparse.ArgumentParser()\np.add_argument('--n', default=4)\np.set_defaults(n=3)", 3),
+        ("p = argparse.ArgumentParser()\np.set_defaults(n=3)\np.add_argument('--n', default=4)", 4),
+        ("p = argparse.ArgumentParser()\np.set_defaults(n=3)\np.add_argument('--n')", 3),
+    ],
+)
+def test_the_last_default_of_an_argument_counts(before: str, size: int) -> None:
+    run = trained(f"{before}\nn = p.parse_args().n", "'o', per_device_train_batch_size=n")
+    assert run.micro_batch == size
+
+
+@pytest.mark.parametrize(("default", "compute"), [(", default=True", "bf16"), ("", "fp32")])
+def test_a_switch_may_be_on_by_default(default: str, compute: str) -> None:
+    before = f"p = argparse.ArgumentParser()\np.add_argument('--bf16', action='store_true'{default})"
+    assert trained(f"{before}\na = p.parse_args()", "'o', bf16=a.bf16").compute_dtype == compute
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "kw = dict(output_dir='o')\nkw.setdefault('per_device_train_batch_size', 4)",
+        "kw = dict(per_device_train_batch_size=4)\nkw.setdefault('per_device_train_batch_size', 2)",
+        "kw = dict(output_dir='o')\nkw.update(per_device_train_batch_size=4)",
+        "kw = dict(output_dir='o')\nkw.update({'per_device_train_batch_size': 4})",
+        "class Own:\n  @classmethod\n  def of(cls, n):\n    c = cls()\n    c.n = n\n    return c\n"
+        "kw = {'per_device_train_batch_size': Own.of(4).n}",
+        "for n in (1, 4, 8):\n    if n == 4:\n        break\nkw = {'per_device_train_batch_size': n}",
+        "for n in (1, 8, 4):\n    if n == 8:\n        continue\nkw = {'per_device_train_batch_size': n}",
+    ],
+)
+def test_what_python_makes_of_keywords_and_loops(before: str) -> None:
+    run = trained(before, "**kw")
+    assert (run.micro_batch, run.problems) == (4, ())
+
+
+def test_loops_over_dictionaries_in_one_another_are_not_too_long_to_follow() -> None:
+    names = {f"name{number}": number for number in range(28)}
+    run = trained(
+        f"names = {names}\nfor k, v in names.items():\n  for l, w in names.items():\n"
+        "    for q in ['x', 'y', 'z']:\n      print(k, l, q, v + w, f'{k} {l} {v}', k == l, v * w + 3)",
+        "'o', per_device_train_batch_size=2",
+    )
+    assert run.micro_batch == 2
+
+
+def test_arguments_decide_one_another_once_they_are_filled() -> None:
+    run = described("""
+from dataclasses import dataclass
+from trl import SFTConfig, SFTTrainer
+@dataclass
+class Own(SFTConfig):
+    fast: bool = True
+    def __post_init__(self):
+        if self.fast:
+            self.per_device_train_batch_size = 16
+            self.gradient_checkpointing = False
+        super().__post_init__()
+SFTTrainer("gpt2", args=Own(output_dir="o")).train()
+""")
+    assert (run.micro_batch, run.gradient_checkpointing, run.problems) == (16, "none", ())
+
+
+def test_small_letters_and_numbers_below_one_are_no_size() -> None:
+    text = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+model = fully_shard(AutoModelForCausalLM.from_pretrained("gpt2"))
+optimizer = torch.optim.AdamW(model.parameters())
+NUMBERS
+for ids in rows:
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+"""
+    for numbers in ("b, t = 4, 512", "b = 4\nt = 0", "B = 4\nT = 0", "batch_size = 0\nmax_length = -1"):
+        run = described(text.replace("NUMBERS", numbers))
+        assert (run.micro_batch, run.sequence_length) == (None, None), numbers
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 8), (2, 2)])
+def test_a_launch_of_one_rank_is_one(tmp_path: Path, ranks: int, size: int) -> None:
+    (tmp_path / "own.py").write_text(f"""
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+size = 8 if dist.get_world_size() == 1 else 2
+{TRAINED.replace("ARGS", "TrainingArguments('o', per_device_train_batch_size=size)")}""")
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node {ranks} own.py\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and run.micro_batch == size
+
+
+@pytest.mark.parametrize("parser", ["argparse", "TrlParser"])
+def test_a_persons_own_script_is_followed_before_its_flags_are_guessed_at(
+    tmp_path: Path, parser: str
+) -> None:
+    parsed = {
+        "argparse": 'p = argparse.ArgumentParser()\np.add_argument("--model_name_or_path")\n'
+        'p.add_argument("--per_device_train_batch_size", type=int)\na = p.parse_args()\n'
+        'args = SFTConfig("o", per_device_train_batch_size=a.per_device_train_batch_size)\n',
+        "TrlParser": "args, a = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n",
+    }[parser]
+    (tmp_path / "own.py").write_text(f"""
+import argparse
+from peft import LoraConfig
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser
+{parsed}
+SFTTrainer(a.model_name_or_path, args=args, peft_config=LoraConfig(r=32)).train()
+""")
+    flags = "--model_name_or_path gpt2 --output_dir o --per_device_train_batch_size 2"
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node 4 own.py {flags}\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and (run.program, run.method, run.lora_rank) == ("trl", "lora", 32)
+    assert (run.micro_batch, run.processes, run.sequence_length) == (2, 4, 1024)
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node 4 absent.py {flags}\n")
+    unseen = describe_path(tmp_path / "run.sh")
+    assert unseen is not None and (unseen.program, unseen.micro_batch) == ("trainer", 2)
+
+
+def test_a_configurator_takes_files_before_flags(tmp_path: Path) -> None:
+    (tmp_path / "nano.py").write_text(NANO)
+    (tmp_path / "small.py").write_text(
+        "import time\nbatch_size = 4\nblock_size = 2 * 128\nname = str(time.time())\n"
+    )
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 nano.py small.py --batch_size=16\n")
+    run = describe_path(tmp_path / "run.sh")
+    assert run is not None and (run.micro_batch, run.sequence_length, run.problems) == (16, 256, ())
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 nano.py absent.py\n")
+    unread = describe_path(tmp_path / "run.sh")
+    assert unread is not None
+    assert unread.unresolved == ("absent.py is not read: what it sets is not known",)
+
+
+GROWING = {
+    "a list as an index": "d = rows[sys.argv[1:]]\nx = {'a': 1}[A.columns]\nx = {A.columns: 1}",
+    "a list that holds itself": "x = [1]\nx.append(x)",
+    "lists that share": "x = [1]\n" + "x = [x, x]\n" * 40,
+    "texts": "x = 'ab'\n" + "x = f'{x}{x}'\n" * 40,
+    "numbers": "x = 12345\n" + "x = x * x\n" * 40,
+    "sums": "x = 12345 ** 20\n" + "x = x * x + x - 1\n" * 40,
+    "functions": "x = 1\n" + "".join(f"def f{n}():\n    f{n + 1}()\n" for n in range(1500)),
+}
+COLUMNS = """
+from dataclasses import dataclass, field
+from transformers import HfArgumentParser
+@dataclass
+class Own:
+    columns: list[str] = field(default_factory=list)
+A = HfArgumentParser(Own).parse_args_into_dataclasses()[0]
+"""
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", GROWING)
+def test_values_that_grow_without_bound_are_left_open(kind: str) -> None:
+    before = f"{COLUMNS}{GROWING[kind]}\n"
+    run = trained(before, "'o', per_device_train_batch_size=2, report_to=x", "--columns", "a", "b")
+    assert (run.model, run.micro_batch) == ("gpt2", 2)

@@ -28,6 +28,10 @@ _SWITCHES = ("use_lora", "use_peft", "lora_enable", "apply_lora", "use_peft_lora
 """Flags that switch adapters on."""
 _OBJECTIVES = ("dpo", "grpo", "kto", "orpo", "ppo", "rloo")
 """What the names of scripts say that they minimise."""
+_SHIPPED = re.compile(
+    r"(?:^|/)accelerate_configs?/(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|ddp|single_gpu)\.ya?ml$"
+)
+"""Files of TRL 1.16 (``trl/accelerate_configs``), alignment-handbook and open-r1 that say the same."""
 _CUT = "at most the tokenizer's maximum"
 _EAGER = ("bloom",)
 """Models that had no other attention than eager in transformers 4."""
@@ -278,6 +282,18 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
         "cpu_offload": "offload" in text or bool(get("cpu_offload") or get("offload_params")),
         "checkpoints": bool(get("activation_checkpointing")),
     }
+
+
+def shipped(name: str) -> dict[str, Any] | None:
+    """Return what an accelerate file says that TRL and projects around it ship, or None."""
+    found = _SHIPPED.search(name)
+    if found is None:
+        return None
+    name = found.group(1)
+    kind = "DEEPSPEED" if name.startswith("zero") else "FSDP" if name.startswith("fsdp") else "MULTI_GPU"
+    said: dict[str, Any] = {"distributed_type": kind, "mixed_precision": "bf16"}
+    said["num_processes"] = 1 if name == "single_gpu" else 8
+    return said | ({"fsdp_config": {"fsdp_version": int(name[-1])}} if kind == "FSDP" else {})
 
 
 def mesh_of_accelerate(block: Any) -> DescribedMesh | None:

@@ -185,8 +185,8 @@ def _objective(read: RunReader) -> str:
     if read.has("center_rewards_coefficient"):
         return "reward"
     named = PurePath(read.file.path or "")
-    told = re.split(r"[^a-z]+", f"{named.parent.name} {named.stem}".lower())
-    return next((word for word in _OBJECTIVES if word in told), "sft")
+    told = [re.split(r"[^a-z]+", name.lower()) for name in (named.stem, named.parent.name)]
+    return next((word for words in told for word in _OBJECTIVES if word in words), "sft")
 
 
 def _length(read: RunReader, objective: str) -> int | None:

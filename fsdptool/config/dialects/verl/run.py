@@ -73,7 +73,9 @@ def _describe_sft(file: RunFile, engine: bool) -> DescribedRun:
     if read.has("data.micro_batch_size"):
         read.notes.append("data.micro_batch_size is not read: data.micro_batch_size_per_gpu is")
     read.use("model.use_remove_padding", "use_remove_padding", "data.truncation", "data.pad_mode")
-    processes = file.launch.processes
+    # The trainer joins a group of processes that only a launcher prepares: plain Python starts none.
+    alone = file.launch.program == "python" and file.launch.processes == 1
+    processes = None if alone else file.launch.processes
     stored = dtype_word(read.text(f"{config}.model_dtype"))
     rank = read.whole("model.lora_rank")
     common = _common(read, model, stored, rank, "model", "optim")
@@ -237,8 +239,13 @@ def _accumulation(total: int | None, micro: int | None, processes: int | None, s
 
 
 def _mesh(size: int | None, sp: int, processes: int | None) -> DescribedMesh:
-    """Return the mesh: each ``fsdp_size`` ranks hold a copy (``fsdp_workers.py:create_device_mesh``)."""
-    if not size or size < 0:
+    """Return the mesh: each ``fsdp_size`` ranks hold a copy (``fsdp_workers.py:create_device_mesh``).
+
+    The ranks that share a sequence are among them. Groups that do not divide the ranks are left open.
+    """
+    if not size or size < 0 or (processes is not None and size > processes):
         return DescribedMesh(dp_replicate=1, dp_shard=-1, cp=sp)
-    replicas = max(processes // size, 1) if processes is not None else None
-    return DescribedMesh(dp_replicate=replicas, dp_shard=size, cp=sp)
+    if size % sp or (processes is not None and processes % size):
+        return DescribedMesh(cp=sp)
+    replicas = processes // size if processes is not None else None
+    return DescribedMesh(dp_replicate=replicas, dp_shard=size // sp, cp=sp)

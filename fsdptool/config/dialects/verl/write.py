@@ -118,8 +118,9 @@ def _sharding(to: RunWriter, strategy: str, engine: str) -> None:
     to.put(f"{engine}.reshard_after_forward", run.reshard if isinstance(run.reshard, bool) else None)
     to.lose("only true and false can be said", "reshard")
     to.put(f"{engine}.offload_policy", bool(run.cpu_offload))
-    shard = mesh.dp_shard
-    to.put(f"{engine}.fsdp_size", shard if shard is not None and shard > 0 and run.fsdp != "none" else -1)
+    named = mesh.dp_shard is not None and mesh.dp_shard > 0 and run.fsdp != "none"
+    # Ranks that share a sequence hold shards of their own.
+    to.put(f"{engine}.fsdp_size", (mesh.dp_shard or 1) * (mesh.cp or 1) if named else -1)
     ulysses = f"{_ACTOR}.ulysses_sequence_parallel_size"
     to.put("engine.ulysses_sequence_parallel_size" if engine == "engine" else ulysses, mesh.cp or 1)
     to.lose("verl divides sequences alone", "mesh.tp", "mesh.ep", "mesh.pp")
