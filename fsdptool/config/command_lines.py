@@ -111,6 +111,11 @@ def _on_disk(path: Path) -> SourceText | None:
     return read_source(path) if path.is_file() else None
 
 
+_ENTERS = re.compile(
+    r"""(?:^|[;&|({])[ \t]*(?:cd|pushd)[ \t]+(?:--[ \t]+)?("[^"\n]+"|'[^'\n]+'|[^\s;&|)]+)""", re.MULTILINE
+)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedFiles:
     """Where the files that a text names are looked for, and which of them may be read.
@@ -120,12 +125,14 @@ class NamedFiles:
         allowed: Whether a file may be read at all.
         text: Returns the text of a file, or None where there is none.
         texts: Files that no folder holds, by name: what a script writes before its command.
+        entered: Folders that the script changes to.
     """
 
     folders: tuple[Path, ...] = (Path(),)
     allowed: Callable[[Path], bool] = _allowed
     text: Callable[[Path], SourceText | None] = _on_disk
     texts: Mapping[str, str] = field(default_factory=dict)
+    entered: tuple[str, ...] = ()
 
     def read(self, name: str, endings: tuple[str, ...] = ENDINGS) -> SourceText | str:
         """Return a file's text, or why it is not read.
@@ -155,12 +162,16 @@ class NamedFiles:
                     return found
             except (OSError, ValueError):
                 return "is not a path"
-        # What stands at an absolute path: the script has changed to a folder above it.
+        # What stands at an absolute path, where the script changes to the folder above it, or to none.
         ends = f"/{written_name(name)}"
-        above = [text for at, text in self.texts.items() if at.startswith("/") and at.endswith(ends)]
-        if len(above) == 1:
-            return SourceText(above[0], name)
+        above = [at for at in self.texts if at.startswith("/") and at.endswith(ends)]
+        if len(above) == 1 and self._is_entered(above[0].removesuffix(ends)):
+            return SourceText(self.texts[above[0]], name)
         return "is outside the folders that may be read" if outside else "is not found"
+
+    def _is_entered(self, folder: str) -> bool:
+        tried = (written_name(name) for name in self.entered)
+        return not self.entered or any(folder == name or folder.endswith(f"/{name}") for name in tried)
 
     def within_project(self) -> NamedFiles:
         """Return these files without those outside the folders, and the repositories that they are in."""
@@ -176,7 +187,10 @@ class NamedFiles:
             plain_names: Whether its command is read without these values.
         """
         written = here_documents(script, substituted, plain_names=plain_names)
-        return replace(self, texts={**self.texts, **written}) if written else self
+        if not written:
+            return self
+        entered = tuple(found[1].strip("\"'") for found in _ENTERS.finditer(substituted))
+        return replace(self, texts={**self.texts, **written}, entered=(*self.entered, *entered))
 
 
 def _root_of(folder: Path) -> Path:

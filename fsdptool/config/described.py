@@ -18,12 +18,7 @@ from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
 from fsdptool.config.dialects.launches import on_ranks, with_ranks
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
-from fsdptool.config.dialects.run_reader import (
-    Launch,
-    RunFile,
-    may_shard,
-    state_bits,
-)
+from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
 from fsdptool.config.dialects.trainer.run import mesh_of_accelerate, shipped
 from fsdptool.config.dialects.trainer.run_keys import script_of
 from fsdptool.config.shell import (
@@ -35,7 +30,7 @@ from fsdptool.config.shell import (
     without_lists,
     words_of,
 )
-from fsdptool.config.shell_variables import environments, step_of_srun, substituted
+from fsdptool.config.shell_variables import assigned, environments, step_of_srun, substituted
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
@@ -245,9 +240,12 @@ def _as_published(run: DescribedRun) -> DescribedRun:
 
 
 def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tuple[RunFormat, RunFile] | None:
+    variables: dict[str, str] = {}
     try:
         if len(_EXPORT.findall(source.text)) > 2:
-            document = parse_environment(substituted(source.text, files))
+            variables = assigned(source.text, files)
+            source = replace(source, text=substituted(source.text, files))
+            document = parse_environment(source.text)
         else:
             document = parse_source(source, sniff_dialect(source.text))
     except ParseError as error:
@@ -264,6 +262,7 @@ def _of_file(source: SourceText, files: NamedFiles, program: str | None) -> tupl
     launch = replace(_launched_beside(source.path, files), problems=tuple(said for _, said in elsewhere))
     hidden = tuple(dict.fromkeys(key for key, _ in elsewhere))
     data = _plain(root)
+    data |= {name: value for name, value in variables.items() if name in data}
     return reader, RunFile(data, launch, source.path, hints, beside=partial(_beside, files), hidden=hidden)
 
 

@@ -178,6 +178,22 @@ def _prefixed(text: str) -> dict[str, str]:
     return {str(e.key): str(e.node.value) for e in (root.entries if root is not None else ())}
 
 
+def assigned(text: str, files: Files | None = None) -> dict[str, str]:
+    """Return the variables that a script leaves with a text; ``${NAME}`` for those whose text is not known.
+
+    Arguments are those of :func:`substituted`.
+    """
+    if len(text) > _MOST:
+        return {}
+    script = _Script(files, {})
+    last = 0
+    for start, end in spans_of(text):
+        script.read(text[start:end], text[last:start])
+        last = end
+    values = script.blocks[0].scope.items()
+    return {name: value if isinstance(value, str) else f"${{{name}}}" for name, value in values}
+
+
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the parts of a script, and whether each is the text of a file of settings that it writes."""
     last = 0

@@ -57,6 +57,33 @@ def test_a_shell_file_of_simpletuner_adds_to_its_own_flags(tmp_path: Path) -> No
     assert memory_of(run) == {"layer_freeze_strategy": "less"}
 
 
+@pytest.mark.parametrize(
+    ("more", "rank"),
+    [
+        ("export TRAINER_EXTRA_ARGS='--lora_rank=16'\nTRAINER_EXTRA_ARGS+=' --lora_rank=32'\n", 32),
+        ("export TRAINER_EXTRA_ARGS='--lora_rank=16'\nexport TRAINER_EXTRA_ARGS+=' --lora_rank=32'\n", 32),
+    ],
+)
+def test_a_shell_file_of_simpletuner_appends(tmp_path: Path, more: str, rank: int) -> None:
+    run = in_file(tmp_path, "config.env", SHELL + more)
+    assert (run.lora_rank, run.problems) == (rank, ())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('export TRAINER_EXTRA_ARGS="$MORE"\n', "TRAINER_EXTRA_ARGS: $MORE"),
+        ('export TRAINER_EXTRA_ARGS="$(cat flags.txt)"\n', "TRAINER_EXTRA_ARGS: ${TRAINER_EXTRA_ARGS}"),
+        ('export TRAINER_EXTRA_ARGS="$UNKNOWN --lora_rank=64"\n', "TRAINER_EXTRA_ARGS: $UNKNOWN"),
+        ("if false; then\n  export TRAIN_BATCH_SIZE=16\nfi\n", "train_batch_size: ${TRAIN_BATCH_SIZE}"),
+    ],
+)
+def test_what_a_shell_file_of_simpletuner_leaves_open_is_told(tmp_path: Path, more: str, said: str) -> None:
+    run = in_file(tmp_path, "config.env", SHELL + more)
+    assert run.unresolved == (f"{said} is a variable, which is not resolved",)
+    assert run.micro_batch == (None if "TRAIN_BATCH_SIZE" in said else 2)
+
+
 def test_a_shell_file_of_simpletuner_sets_variables_for_others(tmp_path: Path) -> None:
     more = 'export TRAINER_EXTRA_ARGS=""\nexport ACCELERATE_EXTRA_ARGS="--multi_gpu --num_processes=6"\n'
     run = in_file(tmp_path, "config.env", SHELL + more)
@@ -337,6 +364,8 @@ EOF
     [
         ("/workspace/ai-toolkit/config/x.yaml", "", True),
         ("/workspace/ai-toolkit/other_config/x.yaml", "", False),
+        ("/tmp/elsewhere/config/x.yaml", "", False),
+        ("/data/run/config/x.yaml", "cd run\n", True),
         (
             "/workspace/ai-toolkit/config/x.yaml",
             "cat << 'EOF' > /workspace/old/config/x.yaml\njob: extension\nEOF\n",

@@ -53,9 +53,12 @@ image is further channels of the same patches (``helpers/models/kandinsky5_image
 def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file or a command line."""
     shell = any(str(key) in _SHELL for key in file.data)
+    further = _unknown_words(str(file.data.get("TRAINER_EXTRA_ARGS") or "")) if shell else ()
     file = replace(file, data=_flags(file.data, shell))
     # A shell file sets variables for other programs, too: one that is not a flag here is not refused.
     read = RunReader(file, replace(KEYS, unknown="dropped") if shell else KEYS)
+    for word in further:
+        read.unread_elsewhere(f"TRAINER_EXTRA_ARGS: {word} is a variable, which is not resolved")
     launch = file.launch
     model, family = _model(read)
     for key, plain in _PLAIN.items():
@@ -142,11 +145,23 @@ def _flags(data: Mapping[str, Any], shell: bool) -> dict[str, Any]:
     return flags
 
 
-def _extra(text: str) -> Iterable[tuple[str, Any]]:
+def _words(text: str) -> list[str]:
     try:
-        words = shlex.split(text)
+        return shlex.split(text)
     except ValueError:
-        words = text.split()
+        return text.split()
+
+
+def _unknown_words(text: str) -> tuple[str, ...]:
+    """Return the words that a shell puts in, and that may be any flags."""
+    words = _words(text)
+    flags = [word.startswith("--") and "=" not in word for word in words]
+    after = zip(words, (False, *flags), strict=False)
+    return tuple(word for word, valued in after if word.startswith(("$", "`")) and not valued)
+
+
+def _extra(text: str) -> Iterable[tuple[str, Any]]:
+    words = _words(text)
     for word, after in zip_longest(words, words[1:], fillvalue="--"):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
