@@ -57,9 +57,10 @@ _OTHER_WORK = re.compile(
     r"|convert\w*|quanti[sz]e\w*|rollout|predict\w*|benchmark\w*|upload\w*|download\w*|vllm_serve)(?:_|$)"
 )
 """What the name of a script contains that uses a model, or prepares data, and does not train."""
-_SINGLE = frozenset(
-    {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "master_addr"}
-)
+_SINGLE = frozenset([
+    "nproc_per_node", "nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
+    "master_port", "master_addr", "local_addr", "max_restarts",
+])  # fmt: skip
 """Flags of ``torchrun`` that take one value: what follows it is another word."""
 _ASSIGNED = re.compile(r"\w=[\"']?$")
 _NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)

@@ -80,10 +80,14 @@ def test_the_gpus_that_a_script_shows_to_a_launcher_are_its_ranks(
     [
         ("--num-processes 4", 4),
         ("--launcher torchrun -- --nproc_per_node=2 --nnodes=3", 6),
+        ("--launcher torchrun -- --nproc_per_node=2 --nnodes=$NN", None),
+        ("--launcher torchrun", 1),
+        ("--launcher python", 1),
+        ("--use_ray true --ray_num_workers 4", 4),
         ("", 5),
     ],
 )
-def test_axolotl_hands_flags_of_its_launcher_on(tmp_path: Path, flags: str, processes: int) -> None:
+def test_axolotl_hands_flags_of_its_launcher_on(tmp_path: Path, flags: str, processes: int | None) -> None:
     (tmp_path / "run.yaml").write_text(AXOLOTL)
     script = tmp_path / "run.sh"
     script.write_text(f"CUDA_VISIBLE_DEVICES=0,1,2,3,4 axolotl train run.yaml {flags}\n")
@@ -230,6 +234,7 @@ def test_what_llamafactory_reads_elsewhere_is_known() -> None:
         ("mtp_config: {name: mtp, num_layers: 1}", "full", "none", "mtp_config"),
         ("peft_config: {name: lora, r: 8}\nquant_config: {name: bnb, quantization_bit: 8}",
          "lora8bit", "bnb int8", None),
+        ("peft_config: {name: null}", "full", "none", None),
         ("dist_config: {name: deepspeed, config_file: z3.json}", "full", "none", "dist_config.config_file"),
     ],
 )  # fmt: skip
@@ -301,8 +306,9 @@ def test_parts_of_a_model_that_torchtune_freezes_are_told() -> None:
     }  # fmt: skip
     lora = described(text % ("lora_llama3_2_vision_11b", "frozen", "full"))
     assert {item.key: item.side for item in lora.keys.not_modelled} == {
-        "model.decoder_trainable": "less", "model.encoder_trainable": "more", "model.use_dora": "more",
+        "model.decoder_trainable": "less", "model.use_dora": "more",
     }  # fmt: skip
+    assert any("encoder_trainable: full stops torchtune" in problem for problem in lora.problems)
 
 
 def test_a_settings_file_that_a_script_writes_keeps_the_lines_of_its_values(tmp_path: Path) -> None:
@@ -335,6 +341,54 @@ def test_a_recipe_of_torchtune_counts_the_nodes_of_its_command(tmp_path: Path, r
     assert run is not None
     assert (run.processes, run.fsdp, run.global_batch) == (16, 2, 32)
     assert not any("unknown keys" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "nodes"),
+    [
+        ("--nnodes $NNODES --nproc_per_node 8", None, None),
+        ("--nnodes 1:2 --nproc_per_node 8", 16, 2),
+        ("--nnodes 2 --nproc_per_node gpu", 4, 2),
+        ("--nnodes=2 --nproc_per_node 4 --local_addr here", 8, 2),
+    ],
+)
+def test_torchtune_takes_the_values_of_torchrun(
+    tmp_path: Path, flags: str, processes: int | None, nodes: int | None
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: {_component_: torchtune.models.qwen2_5.qwen2_5_3b}\n"
+        "optimizer: {_component_: torch.optim.AdamW}\nbatch_size: 2\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"CUDA_VISIBLE_DEVICES=0,1 tune run {flags} full_finetune_distributed --config run.yaml\n"
+    )
+    run = describe_path(script)
+    assert run is not None
+    assert (run.processes, run.nodes) == (processes, nodes)
+    assert not any("unknown keys" in note for note in run.notes)
+    assert not any("must be" in problem for problem in run.problems)
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "processes"),
+    [
+        ("USE_RAY=1 CUDA_VISIBLE_DEVICES=0,1", "--ray_num_workers 8", 8),
+        ("CUDA_VISIBLE_DEVICES=0,1", "--ray_num_workers 8", 2),
+        ("USE_RAY=1 CUDA_VISIBLE_DEVICES=0,1", "--ray_num_workers $W", None),
+    ],
+)
+def test_ray_alone_decides_where_its_variable_switches_it_on(
+    variables: str, flags: str, processes: int | None
+) -> None:
+    text = "llamafactory-cli train --stage sft --do_train --model_name_or_path Qwen/Qwen2.5-7B --dataset x"
+    assert described(f"{variables} {text} --finetuning_type full {flags}\n").processes == processes
+
+
+def test_problems_name_the_key_as_it_is_written() -> None:
+    run = described("model_id_or_path: org/m\nsft_type: lora\ndataset: d\nbatch_size: two\n")
+    assert any(problem.startswith("batch_size must be") for problem in run.problems)
+    assert "batch_size" in {item.key for item in run.keys.not_modelled}
 
 
 def test_comments_of_an_array_open_no_quote() -> None:

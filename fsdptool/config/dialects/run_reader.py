@@ -414,11 +414,11 @@ class RunReader:
 
     def inert(self, *keys: str) -> None:
         """Count keys as without effect: the program does not read them as the rest of the file is."""
-        self.unread.update(keys)
+        self.unread.update(map(self._written, keys))
 
     def unmodelled(self, key: str, side: Side | None = None) -> None:
         """Tell a key that changes memory as the file has it and is not modelled, beside the table's."""
-        self.further.append(UnmodelledKey(key, "memory", side))
+        self.further.append(UnmodelledKey(self._written(key), "memory", side))
 
     def family_by(self, key: str, model: str | None, published: str | None) -> str | None:
         """Return the size that another key chooses, where the model is a path that says none.
@@ -513,17 +513,17 @@ class RunReader:
         return found
 
     def _variable(self, key: str, value: Any) -> None:
-        self.unread_elsewhere(f"{key}: {value} is a variable, which is not resolved")
+        self.unread_elsewhere(f"{self._written(key)}: {value} is a variable, which is not resolved")
         self._misread(key)
 
     def _wrong(self, key: str, must: str, value: Any) -> None:
-        self.problems.append(_must(key, must, value))
+        self.problems.append(_must(self._written(key), must, value))
         self._misread(key)
 
     def _misread(self, key: str) -> None:
         """Note a key whose value is not known, so that no plan is certain."""
         if not _OF_WHOLE_RUN.search(key):
-            self.wrong.setdefault(key)
+            self.wrong.setdefault(self._written(key))
 
     def _told(self) -> FileKeys:
         no_effect: list[str] = []

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdptool.config.dialects.axolotl.run_keys import KEYS
+from fsdptool.config.dialects.launches import counted, on_ranks
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, global_batch, state_bits
 from fsdptool.config.dialects.trainer.run import loader_settings
 from fsdptool.config.programs import is_before
@@ -126,12 +127,16 @@ def describe(file: RunFile) -> DescribedRun:
 def _processes(read: RunReader) -> int | None:
     """Return the ranks: ``axolotl train`` hands flags of its launcher on (``cli/utils/args.py``)."""
     launch = read.file.launch
-    if read.switched_on("use_ray") and launch.processes is None:  # cli/train.py: Ray's TorchTrainer
+    if read.switched_on("use_ray"):  # cli/train.py: Ray's TorchTrainer
         return read.whole("ray_num_workers")
     if launch.program != "axolotl":
         return launch.processes
-    each = read.whole("nproc_per_node")
-    return read.whole("num_processes") or (each or 0) * (read.whole("nnodes") or 1) or launch.processes
+    launcher = read.raw("launcher")
+    if launcher == "python":
+        return 1
+    if launcher == "torchrun" or read.has("nproc_per_node"):
+        return on_ranks(launch, {"nproc_per_node": 1, **read.data}, "nproc_per_node", "nnodes").processes
+    return counted(read.raw("num_processes")) if read.has("num_processes") else launch.processes
 
 
 def _refusals(read: RunReader, adapter: str) -> Iterator[str]:

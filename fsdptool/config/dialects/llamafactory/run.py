@@ -44,11 +44,9 @@ def describe(file: RunFile) -> DescribedRun:
     """Return the run of a file."""
     if "model_name_or_path" not in file.data and "model" in file.data:
         return _describe_v1(file)
-    ranks = file.launch.processes
     read = RunReader(file, KEYS)
-    if ranks is None and read.has("ray_num_workers"):  # train/tuner.py: the workers of Ray's TorchTrainer
-        ranks = read.whole("ray_num_workers")
-        read.file = replace(file, launch=replace(file.launch, processes=ranks))
+    if _uses_ray(file):  # train/tuner.py: the workers of Ray's TorchTrainer
+        read.file = replace(file, launch=replace(file.launch, processes=read.whole("ray_num_workers")))
     stage = read.text("stage") or "sft"
     kind = (read.text("finetuning_type") or "lora").lower()
     pure = read.flag("pure_bf16")
@@ -111,6 +109,13 @@ def describe(file: RunFile) -> DescribedRun:
         else state_bits(optimizer, stored),
         attention=_ATTENTION.get(read.text("flash_attn") or "auto", "sdpa"),
     )
+
+
+def _uses_ray(file: RunFile) -> bool:
+    """Whether Ray starts the workers: ``USE_RAY`` says so; a file alone does not know the variable."""
+    if not file.launch.program:
+        return file.launch.processes is None and "ray_num_workers" in file.data
+    return file.environment.get("USE_RAY", "0").lower() not in ("0", "n", "no", "false", "")
 
 
 def _megatron(read: RunReader, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +185,7 @@ def _describe_v1(file: RunFile) -> DescribedRun:
         read.notes.append("a micro-batch is filled up to micro_batch_size x cutoff_len tokens")
     peft = read.raw("peft_config")
     read.use("peft_config", "quant_config")
-    kind = str(peft.get("name")) if isinstance(peft, Mapping) else "full"
+    kind = str(peft.get("name") or "full") if isinstance(peft, Mapping) else "full"
     adapter = kind == "lora"
     if kind == "freeze":
         read.unmodelled("peft_config", "less")

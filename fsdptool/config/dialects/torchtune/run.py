@@ -8,8 +8,10 @@ Source: torchtune 0.6.1 ``recipes/full_finetune_distributed.py``, ``recipes/lora
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from fsdptool.config.dialects.launches import on_ranks, visible_devices
 from fsdptool.config.dialects.run_reader import RunFile, RunReader, dtype_word, global_batch, state_bits
 from fsdptool.config.dialects.torchtune.run_keys import KEYS, MODELS
 from fsdptool.records.described_run import DescribedMesh, DescribedRun
@@ -36,7 +38,8 @@ def describe(file: RunFile) -> DescribedRun | None:
     adapter = quantised or name.startswith(("lora_", "dora_"))
     dtype = dtype_word(read.text("dtype"))
     loss = (read.text("loss._component_") or "").rpartition(".")[2]
-    distributed, processes = _recipe(read, file, whole_dpo=not adapter and _objective(read, loss) == "dpo")
+    whole_dpo = not adapter and _objective(read, loss) == "dpo"
+    distributed, processes, nodes = _recipe(read, file, whole_dpo=whole_dpo)
     ppo, grpo = model == "policy_model", read.has("grpo_samples")
     accumulation = 1 if grpo else read.whole("gradient_accumulation_steps")
     micro = _ppo_micro_batch(read, accumulation) if ppo else read.whole("batch_size")
@@ -84,6 +87,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         fused_loss="chunked" if "Chunked" in loss or loss.startswith("Linear") else "none",
         compile=read.flag("compile"),
         processes=processes,
+        nodes=nodes,
         fsdp=2 if distributed else "none",
         wrap_classes=("every module named *.layers.<i>", *listed) if distributed else None,
         reshard=read.flag("fsdp_reshard_after_forward") and not grpo if distributed else None,
@@ -94,8 +98,8 @@ def describe(file: RunFile) -> DescribedRun | None:
     )
 
 
-def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, int | None]:
-    """Return whether a distributed recipe reads the file, and the number of processes, where that is said.
+def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, int | None, int | None]:
+    """Return whether a distributed recipe reads the file, and the ranks and the nodes, where that is said.
 
     DPO of a whole model has a distributed recipe only (``recipes/full_dpo_distributed.py``).
     """
@@ -111,9 +115,14 @@ def _recipe(read: RunReader, file: RunFile, *, whole_dpo: bool) -> tuple[bool, i
     else:
         distributed = False
         read.notes.append("the file does not say which recipe reads it: taken for one of a single device")
-    each, nodes = read.whole("nproc_per_node"), read.whole("nnodes") or 1
-    ranks = file.launch.processes or (None if each is None else each * nodes)
-    return distributed, ranks if distributed else 1
+    launch = file.launch
+    if launch.program == "tune":
+        launch = on_ranks(launch, file.data, "nproc_per_node", "nnodes")
+        visible = visible_devices(file.environment)
+        if file.data.get("nproc_per_node") in ("gpu", "auto") and launch.nodes and visible:
+            launch = replace(launch, processes=visible * launch.nodes)
+    read.use("nproc_per_node", "nnodes")
+    return (True, launch.processes, launch.nodes) if distributed else (False, 1, None)
 
 
 _PARTS = ("model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable")
@@ -130,7 +139,8 @@ def _frozen(read: RunReader, adapter: bool) -> None:
         if word in ("false", "frozen"):
             read.unmodelled(key, "less")
         elif word == "full" and adapter:
-            read.unmodelled(key, "more")
+            read.problems.append(f"{key}: full stops torchtune beside adapters: it takes lora and frozen")
+            read.use(key)
         else:
             read.inert(key)
 

@@ -43,6 +43,7 @@ KEYS = RunKeys(
     reward_checkpointer reward_checkpointer.* num_steps ppo_epochs temperature top_k min_response_length
     penalise_no_eos reward_penalty stop_token_ids save_every_n_epochs reward_functions reward_functions.*
     gradient_accumulation_steps ac_mode ac_option nnodes rdzv_* node_rank master_* standalone max_restarts
+    local_addr monitor_interval start_method role log_dir redirects tee run_path no_python
     """),
     unknown="dropped",
     learning={
