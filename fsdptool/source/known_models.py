@@ -306,6 +306,12 @@ def hub_id_of(family: str) -> str | None:
     return flavour.hub_id if flavour is not None else None
 
 
+def model_class_of(family: str) -> str:
+    """Return the class that a size of the catalogue is built as."""
+    name, _, size = family.partition(":")
+    return load_registry().get(name).flavours()[size].model_class
+
+
 def family_of_builder(name: str) -> str | None:
     """Return the size of the catalogue whose reference has the letters and digits of a name, or None.
 

@@ -425,10 +425,17 @@ def test_switches_of_swift_decide_beside_the_dtype_of_weights(flags: str, comput
     ],
 )
 def test_a_frozen_tower_of_a_model_that_is_trained_whole_is_told(text: str, key: str) -> None:
-    def told(switch: str, method: str) -> bool:
-        run = described((text % switch).replace("lora", method))
+    def told(model: str, switch: str | None, method: str = "full") -> bool:
+        line = next(part for part in (f"{key}: %s", f"--{key} %s") if part in text)
+        written = text.replace(line, "" if switch is None else line % switch)
+        run = described(written.replace("Qwen/Qwen3-8B", model).replace("lora", method))
         return key in {item.key for item in run.keys.not_modelled}
 
-    assert told("true", "full")
-    assert not told("false", "full")
-    assert not told("true", "lora")
+    seeing, text_only, unknown = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-8B", "org/own-model"
+    assert told(seeing, "true")
+    assert told(seeing, None)
+    assert told(unknown, "true")
+    assert not told(seeing, "false")
+    assert not told(seeing, "true", "lora")
+    assert not told(unknown, None)
+    assert not any(told(text_only, switch) for switch in ("true", "false", None))

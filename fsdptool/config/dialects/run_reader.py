@@ -22,7 +22,7 @@ from fsdptool.records.described_run import (
     TakenDefault,
     UnmodelledKey,
 )
-from fsdptool.source.known_models import family_of_name
+from fsdptool.source.known_models import family_of_name, model_class_of
 
 DTYPES = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
@@ -639,10 +639,23 @@ def saved_modules(read: RunReader, key: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def told_frozen(read: RunReader, keys: Iterable[str], *, full: bool) -> None:
-    """Tell the switches that freeze a part of a multimodal model which is trained whole otherwise."""
+def told_frozen(
+    read: RunReader, model: str | None, keys: Iterable[str], *, full: bool, default: bool = True
+) -> None:
+    """Tell which parts of a multimodal model stay frozen where the rest is trained whole.
+
+    Args:
+        model: The name of the model. One of text alone has no such part; of an unknown one only what is
+            written counts.
+        keys: The switches that freeze a part.
+        full: Whether the rest is trained whole.
+        default: What the program does without a switch.
+    """
+    family = family_of_name(model or "")[0]
+    of_text = family is not None and model_class_of(family).endswith(("ForCausalLM", "LMHeadModel"))
     for key in keys:
-        if full and read.switched_on(key):
+        frozen = read.switched_on(key) if read.has(key) else default and family is not None
+        if full and frozen and not of_text:
             read.unmodelled(key, "less")
         else:
             read.use(key)

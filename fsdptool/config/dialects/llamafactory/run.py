@@ -56,7 +56,8 @@ def describe(file: RunFile) -> DescribedRun:
         "lora_alpha",
         "do_train",
     )
-    told_frozen(read, ("freeze_vision_tower", "freeze_multi_modal_projector"), full=kind == "full")
+    parts = ("freeze_vision_tower", "freeze_multi_modal_projector")
+    told_frozen(read, read.text("model_name_or_path"), parts, full=kind == "full")
     if pure or (read.flag("fp8") and facts["compute_dtype"] == "fp32"):
         # train/fp8_utils.py:134 and :225: accelerate's fp8, which computes the rest under bf16 autocast.
         facts["compute_dtype"] = "bf16"

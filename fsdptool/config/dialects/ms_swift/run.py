@@ -91,13 +91,14 @@ def describe(file: RunFile) -> DescribedRun:
     )
     attention = attention or read.default("attn_impl", "sdpa", "transformers' default")
     read.use("vit_gradient_checkpointing", "packing_length")
-    told_frozen(read, ("freeze_vit", "freeze_aligner"), full=method == "full")
     _refusals(read, objective, cp, attention)
     optimizer = facts["optimizer"]
     if read.raw("optimizer") == "muon":  # its own optimizers take the place of optim (optimizers/mapping.py)
         optimizer = facts["optimizer"] = read.text("optimizer")
     named = read.raw("model")  # with its variables, as another fact says that they are open
     model = read.text("model") or (named if isinstance(named, str) else None) or read.text("model_type")
+    parts = ("freeze_vit", "freeze_aligner")
+    told_frozen(read, model, parts, full=method == "full", default=keys is not SECOND)
     return read.describe(
         **facts,
         model=model,
