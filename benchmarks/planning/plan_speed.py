@@ -44,7 +44,7 @@ def seconds(arguments: list[str], cache: str) -> float:
     environment = {**os.environ, "FSDPTOOL_CACHE": cache}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # 1: the plan does not fit; 5: it is unknown. Both are answers.
-    return cpu_seconds([sys.executable, *arguments], environment=environment, answers=(0, 1, 5))[0]
+    return cpu_seconds([sys.executable, *arguments], environment=environment, answers=(0, 1, 5))
 
 
 def main() -> None:

@@ -1,79 +1,88 @@
 """Plant the faults that tests were written against, and see whether the test that is named catches each.
 
-``mutate.py`` plants any fault; these are the ones that a reading of torch's sources found in the product, put
-back one at a time into a copy of the last commit. A test is run without a fault first: it has to pass.
+    python benchmarks/tests/planted.py [NUMBER or name ...]
 
-Usage: python benchmarks/tests/planted.py [NUMBER or name ...] [--output FILE]
-
-Without names all faults are planted; with some, the others keep their rows of the file.
+The faults are those that a reading of torch's sources found in the product: they would break, mislead or slow
+down training on GPUs. ``benchmarks/results/planted-cuda.json`` has a row for each, in the order of the table
+in ``docs/explanation/cuda.md``: its number there (or a name), what goes wrong, the file, the text that the
+file has once, what replaces it, and the arguments of pytest. This script puts each fault back into a copy of
+the last commit and fills in ``caught`` and the test that ``failed``. A test is run without a fault first: it
+has to pass. What only a GPU can show has no fault here: how long copies, kernels and collectives take, NCCL's
+own watchdog and communicators, and page-locked memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
 import tempfile
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkout_copy import ROOT, copy_checkout, failing_test, replaced
-from cuda_faults import FAULTS, PlantedFault
-
-OUTPUT = ROOT / "benchmarks" / "results" / "planted-cuda.json"
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "benchmarks" / "results" / "planted-cuda.json"
 
 
-def plant(fault: PlantedFault, folder: Path) -> str:
-    """Plant a fault in a copy of the checkout.
+def copy_checkout(folder: Path) -> None:
+    """Put the last commit into a folder, so that faults are never planted in the checkout itself."""
+    archive = folder / "checkout.tar"
+    subprocess.run(["git", "-C", ROOT, "archive", "-o", archive, "HEAD"], check=True)
+    with tarfile.open(archive) as stream:
+        stream.extractall(folder, filter="data")
 
-    Returns:
-        The test that failed.
 
-    Raises:
-        ValueError: The text to replace is not there, or several times; or no test failed.
-    """
-    path = folder / fault.module
-    text = path.read_text(encoding="utf-8")
-    if (count := text.count(fault.text)) != 1:
-        raise ValueError(f"{fault.module} has the text {count} times: {fault.text!r}")
-    with replaced(path, text.replace(fault.text, fault.replacement).encode()):
-        failed = failing_test(folder, fault.test)
-    if "::" not in failed:
-        raise ValueError(f"no test failed: {failed or 'all passed'}")
-    return failed
+def failing_test(folder: Path, arguments: Sequence[str]) -> str:
+    """Return the first test that failed in a copy of the checkout, or an empty text if none did."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'plugins'}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"exit status {done.returncode}" if done.returncode else ""
+
+
+def plant(row: Mapping[str, Any], folder: Path) -> str:
+    """Plant a fault in a copy of the checkout; return the test that failed, or an empty text."""
+    path = folder / row["module"]
+    whole = path.read_text(encoding="utf-8")
+    if (count := whole.count(row["text"])) != 1:
+        raise ValueError(f"{row['module']} has the text {count} times: {row['text']!r}")
+    path.write_text(whole.replace(row["text"], row["replacement"]), encoding="utf-8")
+    failed = failing_test(folder, row["test"])
+    path.write_text(whole, encoding="utf-8")
+    return failed if "::" in failed else ""
 
 
 def main() -> None:
-    """Plant the faults and write a row for each."""
+    """Plant the faults and fill in the row of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", help="subjects of the faults, e.g. 7 or 'fused loss'")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    if options.names and options.output.exists():
-        kept = json.loads(options.output.read_text(encoding="utf-8"))
-        rows = {(row["subject"], row["fault"]): row for row in kept}
-    passing: dict[tuple[str, ...], str] = {}
+    parser.add_argument(
+        "names", nargs="*", help="subjects of the faults, e.g. 7 or 'fused loss'; default: all"
+    )
+    names = parser.parse_args().names
+    rows = json.loads(ROWS.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         folder = Path(name)
         copy_checkout(folder)
-        for fault in FAULTS:
-            if options.names and fault.subject not in options.names:
+        before = cache(lambda test: failing_test(folder, test))
+        for row in rows:
+            if names and row["subject"] not in names:
                 continue
-            if fault.test not in passing:
-                passing[fault.test] = failing_test(folder, fault.test)
-            failed, wrong = "", f"fails without the fault: {passing[fault.test]}"
-            if not passing[fault.test]:
-                try:
-                    failed, wrong = plant(fault, folder), ""
-                except ValueError as error:
-                    wrong = str(error)
-            row = {**asdict(fault), "caught": bool(failed), "failed": failed}
-            rows[fault.subject, fault.fault] = row
-            print(f"{fault.subject}: {fault.fault}: {failed or wrong}", flush=True)
-            known = [rows[key] for each in FAULTS if (key := (each.subject, each.fault)) in rows]
-            options.output.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(f"{sum(row['caught'] for row in known)} of {len(FAULTS)} caught")
+            if wrong := before(tuple(row["test"])):
+                raise SystemExit(f"{row['test']} fails without a fault: {wrong}")
+            failed = plant(row, folder)
+            row |= {"caught": bool(failed), "failed": failed}
+            print(f"{row['subject']}: {row['fault']}: {failed or 'not caught'}", flush=True)
+            ROWS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(f"{sum(row['caught'] for row in rows)} of {len(rows)} caught")
 
 
 if __name__ == "__main__":
