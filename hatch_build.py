@@ -1,4 +1,4 @@
-"""Write the data of a wheel compactly: the sources stay readable, and the base stays small."""
+"""Write the data and scripts of a wheel compactly: the sources stay readable, and the base stays small."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ PACKED = (
     *("fsdptool_diffusion/data/", "fsdptool_language/data/", "fsdptool_vision/data/"),
 )
 """What is read compressed, too (``PACKED`` of ``fsdptool.files.values``)."""
+SCRIPTS = "fsdptool/web/static"
+"""Scripts that the web interface sends as they are stored (``fsdptool.web.server``)."""
 
 
 class CompactData(BuildHookInterface[Any]):
@@ -34,13 +36,17 @@ class CompactData(BuildHookInterface[Any]):
         sources = {path: path.relative_to(root).as_posix() for path in _data(root / "fsdptool")}
         sources |= {path: path.relative_to(root / "plugins").as_posix() for path in _data(root / "plugins")}
         sources |= {path: f"fsdptool/schemas/{path.name}" for path in _data(root / "schemas")}
-        for number, (path, target) in enumerate(sources.items()):
-            compact = Path(self.folder.name) / f"{number}{path.suffix}"
-            text = _compact(path, target).encode()
-            packed = target.startswith(PACKED)
-            # Without a time, so that equal sources give equal wheels.
-            compact.write_bytes(gzip.compress(text, mtime=0) if packed else text)
-            build_data["force_include"][str(compact)] = f"{target}.gz" if packed else target
+        for path, target in sources.items():
+            self._add(build_data, _compact(path, target).encode(), target, packed=target.startswith(PACKED))
+        for path in sorted((root / SCRIPTS).rglob("*.js")):
+            self._add(build_data, path.read_bytes(), path.relative_to(root).as_posix(), packed=True)
+
+    def _add(self, build_data: dict[str, Any], content: bytes, target: str, *, packed: bool) -> None:
+        included = build_data["force_include"]
+        compact = Path(self.folder.name) / str(len(included))
+        # Without a time, so that equal sources give equal wheels.
+        compact.write_bytes(gzip.compress(content, mtime=0) if packed else content)
+        included[str(compact)] = f"{target}.gz" if packed else target
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the compact files."""

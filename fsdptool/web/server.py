@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import sys
 import webbrowser
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -29,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fsdptool.config.command_lines import ALLOWED
 from fsdptool.errors import ConfigError, FsdptoolError, unusable_name
+from fsdptool.files.values import PACKED
 from fsdptool.report.page.parts import STYLE
 from fsdptool.web.events import Streams
 from fsdptool.web.jobs import CHILD, Jobs
@@ -82,7 +85,7 @@ def build_app(policy: Policy, roots: Roots, jobs: Jobs, queue: QueueRunner | Non
         routes=[
             Route("/static/style.css", style),
             *(route for module in modules for route in module.routes),
-            Mount("/static", StaticFiles(packages=[("fsdptool.web", "static")])),
+            Mount("/static", CompressedFiles(packages=[("fsdptool.web", "static")])),
         ],
         middleware=[Middleware(Guard, policy=policy), Middleware(_WithinRoots, roots=roots)],
         exception_handlers={
@@ -110,6 +113,26 @@ class _WithinRoots:
             await self._app(scope, receive, send)
         finally:
             ALLOWED.reset(token)
+
+
+class CompressedFiles(StaticFiles):
+    """Sends static files; those that a wheel stores compressed are sent so, as every browser accepts."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        found, status = super().lookup_path(path)
+        return (found, status) if status is not None else super().lookup_path(f"{path}{PACKED}")
+
+    def file_response(
+        self,
+        full_path: str | os.PathLike[str],
+        stat_result: os.stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        if Path(full_path).suffix == PACKED:
+            response.headers["Content-Encoding"] = "gzip"
+        return response
 
 
 async def style(_: Request) -> Response:
