@@ -146,6 +146,8 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
     open_facts: set[str] = set()
     inert: list[str] = []
     problems = list(script.problems)
+    for key in script.further:
+        open_facts |= _decided_by(script, data, key, path, launch)
     for key, item in unread.items():
         changed = _decided_by(script, data, key, path, launch)
         if key in _MEMORY or key.startswith("config.") or changed - _OF_WHOLE_RUN:

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
-from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.containers import Containers
 from fsdptool.scripts.known_values import (
     BF16,
     LONGEST,
     as_value,
+    asked_of,
     asks_for_bf16,
     compared,
     flags,
@@ -37,6 +38,7 @@ from fsdptool.scripts.values import (
     Items,
     Library,
     Partial,
+    Scope,
     Table,
     Thing,
     Value,
@@ -58,6 +60,8 @@ _RECORDS = (
 _ON_GPU = "on a GPU with bfloat16"
 _SETTINGS = (".yaml", ".yml", ".json", ".toml")
 _MOST_FILES = 20
+_INSTALLED = ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available")
+"""Functions of transformers that ask for libraries; what a script does with them is what it is for."""
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
@@ -77,7 +81,7 @@ def _kept(name: str) -> str:
     return name.lower() if len(name) > 1 else name
 
 
-class RunInterpreter(Interpreter):
+class RunInterpreter(Containers):
     """Follows a script with the arguments that it is started with.
 
     Args:
@@ -204,7 +208,7 @@ class RunInterpreter(Interpreter):
         if parser is not None and name in OF_CLASSES:
             given = parser.args[0] if parser.args else parser.keywords.get("dataclass_types")
             kinds = given.values if isinstance(given, Items) else [given]
-            own = {name for kind in kinds if isinstance(kind, Class) for name, _ in self._fields(kind)}
+            own = {name for kind in kinds if isinstance(kind, Class) for name, _ in self.fields(kind)}
             return Items([self._filled(kind, node, own) for kind in kinds if kind is not None])
         if name == "map" and args and isinstance(args[0], Function):  # of a data set: how samples are made
             self.enter(args[0], (Thing("parameter", label="sample", node=node),), {}, node, partly=True)
@@ -311,7 +315,7 @@ class RunInterpreter(Interpreter):
         """
         if isinstance(kind, Class):
             given: dict[str, Value] = {}
-            for field, declared in self._fields(kind):
+            for field, declared in self.fields(kind):
                 if field in self._flags:
                     self._used.add(field)
                     word = self._flags[field]
@@ -336,16 +340,9 @@ class RunInterpreter(Interpreter):
 
     # Classes that hold settings
 
-    def _fields(self, made: Class) -> Iterator[tuple[str, ast.AST]]:
-        """Yield the fields of a class and of those that it inherits from, the first ones first."""
-        for owner in reversed(list(made.line())):
-            for item in owner.node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    yield item.target.id, item
-
     def fields_of(self, thing: Thing) -> tuple[str, ...]:
         """Return the fields that classes of the script declare of an object; none for one of a library."""
-        return tuple(name for name, _ in self._fields(thing.owner)) if thing.owner is not None else ()
+        return tuple(name for name, _ in self.fields(thing.owner)) if thing.owner is not None else ()
 
     def _of_class(self, made: Class, name: str) -> Value | None:
         """Return what the body of a class assigns to a name."""
@@ -359,13 +356,19 @@ class RunInterpreter(Interpreter):
                 if id(item) in self._evaluating:
                     return None
                 self._evaluating.add(id(item))
-                outer, self.scope = self.scope, owner.scope
+                outer, self.scope = self.scope, Scope(self._beside_in(owner, item.value), owner.scope)
                 try:
                     return self._default(self.value(item.value), name, item)
                 finally:
                     self.scope = outer
                     self._evaluating.discard(id(item))
         return None
+
+    def _beside_in(self, owner: Class, expression: ast.expr) -> dict[str, Value]:
+        """Return what the body of a class assigns to the names that an expression in it uses."""
+        used = dict.fromkeys(item.id for item in ast.walk(expression) if isinstance(item, ast.Name))
+        found = {name: self._of_class(Class(owner.node, owner.scope), name) for name in used}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _default(self, value: Value, name: str, node: ast.AST) -> Value:
         field = made_by(value, "dataclasses.field", "pydantic.Field")
@@ -430,7 +433,7 @@ class RunInterpreter(Interpreter):
         base = next((name for name in bases if name.endswith("Arguments") or name in ARGUMENTS), None)
         thing = super()._make(made, args, keywords, node, partly)
         if made.lookup("__init__") is None and isinstance(thing, Thing):
-            for (field, _), value in zip(self._fields(made), args, strict=False):
+            for (field, _), value in zip(self.fields(made), args, strict=False):
                 self.store(thing.parts, field, value)
         given = dict(thing.parts) if isinstance(thing, Thing) else {}
         after = made.lookup("__post_init__") if made.lookup("__init__") is None else None
@@ -443,7 +446,7 @@ class RunInterpreter(Interpreter):
             }
             keywords = {**keywords, **changed}
         if base is not None and isinstance(thing, Thing):
-            fields = {name: self.attribute(thing, name, node) for name, _ in self._fields(made)}
+            fields = {name: self.attribute(thing, name, node) for name, _ in self.fields(made)}
             thing.kind, thing.keywords = base, {**fields, **keywords}
             self.emit(
                 "call", base, node, args=args, keywords=thing.keywords,
@@ -475,8 +478,12 @@ class RunInterpreter(Interpreter):
             kept = first if isinstance(first, Table) else Table({}, {})
             items: dict[object, Value] = kept.items | dict(keywords.items())
             return Table(items, {**dict.fromkeys(items, node), **kept.nodes}, kept.whole)
+        if (copied := self.copied(name, args, keywords, node)) is not None:
+            return copied
         if name in BF16:
             return given_by(True, _ON_GPU, node)
+        if name.rpartition(".")[2] in _INSTALLED:
+            return Const(True)
         if name == "torch.cuda.get_device_capability":
             return Items([given_by(number, _ON_GPU, node) for number in (8, 0)])
         if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
@@ -505,6 +512,8 @@ class RunInterpreter(Interpreter):
                 return Const(kind(first.value), sources=first.sources, tags=first.tags)
             except (TypeError, ValueError, OverflowError):
                 return None
+        if name == "builtins.any" and first is not None and "VAR_KEYWORD" in ast.unparse(node):
+            return Const(False) if asked_of(first) is not None else None
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
         return None

@@ -228,6 +228,8 @@ class Expressions(Calls):
                 iterable = self.value(generator.iter)
                 tags |= _tags((iterable,))
                 self.emit("iterate", "comprehension", node, target=iterable)
+                if len(node.generators) == 1 and (made := self.items_of(node, iterable)) is not None:
+                    return made
                 self.assign(generator.target, self.element(iterable, node))
                 for condition in generator.ifs:
                     test = self.value(condition)
@@ -242,6 +244,13 @@ class Expressions(Calls):
         return Thing("comprehension", node=node, inner=made, sources=(made,), tags=tags)
 
     _listcomp = _setcomp = _generatorexp = _dictcomp = _comprehension
+
+    def items_of(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, iterable: Value
+    ) -> Value | None:
+        """Return what a comprehension yields of each item, or None where one stands for all of them."""
+        del node, iterable
+        return None
 
     def truth(self, value: Value) -> bool | None:
         """Return whether a value is true, or None."""

@@ -7,7 +7,20 @@ import re
 from collections.abc import Sequence
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
-from fsdptool.scripts.values import Const, Items, Library, Table, Thing, Value, constant, is_constant
+from fsdptool.scripts.names import KNOWN, library
+from fsdptool.scripts.signatures import RENAMED
+from fsdptool.scripts.values import (
+    Const,
+    Items,
+    Library,
+    Table,
+    Thing,
+    Value,
+    constant,
+    is_constant,
+    made_by,
+    origins,
+)
 
 BF16 = ("torch.cuda.is_bf16_supported", "unsloth.is_bfloat16_supported", "unsloth.is_bf16_supported")
 """Functions that say whether a GPU computes in bfloat16."""
@@ -18,6 +31,9 @@ _OF_TEXT = frozenset({
     "removeprefix", "removesuffix",
 })  # fmt: skip
 """Methods of a text that are followed: none of them makes it longer."""
+_ASKED = ("inspect.signature", "inspect.getfullargspec", "dataclasses.fields")
+_FIELDS = re.compile(r"\.(?:__dataclass_fields__|__annotations__|model_fields|__init__\.__code__)\b.*")
+"""How a script asks for the arguments that a call of the installed version takes."""
 LONGEST = 10_000
 """Characters of a text beyond which it is not followed."""
 _DEEPEST = 20
@@ -32,6 +48,26 @@ def asks_for_bf16(node: ast.expr) -> bool:
     """Say whether an expression asks whether the GPU computes in bfloat16."""
     names = tuple(name.rpartition(".")[2] for name in BF16)
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(names)
+
+
+def asked_of(value: Value) -> str | None:
+    """Return what of a library a script asked the arguments of to get a value, or None."""
+    for item in origins(value):
+        thing = made_by(item, *_ASKED)
+        asked = thing.args[0] if thing is not None and thing.args else item
+        if isinstance(asked, Library) and (thing is not None or _FIELDS.search(asked.name)):
+            return _FIELDS.sub("", asked.name).removesuffix(".__init__")
+    return None
+
+
+def _takes(name: object, right: Value) -> bool | None:
+    """Say whether a call takes an argument; None where a script asks something else.
+
+    A script asks so that it runs with several versions: only names that got a new one are not taken.
+    """
+    if not isinstance(name, str) or (asked := asked_of(right)) is None:
+        return None
+    return name not in RENAMED.get(asked.rpartition(".")[2], {})
 
 
 def path_of(value: Value | None, depth: int = 0) -> str | None:
@@ -149,8 +185,14 @@ def compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
         elif isinstance(right, Const) and isinstance(right.value, str) and isinstance(left.value, str):
             held = left.value in right.value
         else:
-            return None
+            taken = _takes(left.value, right)
+            if taken is None:
+                return None
+            held = taken
         return held == isinstance(operator, ast.In)
+    if isinstance(left, Library) and isinstance(operator, ast.Is | ast.IsNot) and is_constant(right, None):
+        # ``try: from peft import LoraConfig``, ``except ImportError: LoraConfig = None``
+        return isinstance(operator, ast.IsNot) if library(left.name) in KNOWN else None
     if isinstance(right, Library) and isinstance(operator, ast.Eq | ast.NotEq):
         owner, _, member = right.name.rpartition(".")
         known = owner.endswith("DistributedType") and member in _ACCELERATORS

@@ -131,6 +131,7 @@ class ModelReader(SettingsReader):
             self._loaded_by_unsloth(value, places)
         # diffusers 0.42 models/model_loading_utils.py: without a dtype, weights become what the class makes.
         default = "float32" if kind.startswith("diffusers.") else "auto"
+        self.further(self.event_of(value), "from_pretrained", [*dict.fromkeys(LOADING.values())])
         self.say("dtype", default, value.node, "from_pretrained.dtype")
         taken = (
             *(*LOADING, "quantization_config", "pretrained_model_name_or_path", "model_name"),
@@ -223,6 +224,7 @@ class ModelReader(SettingsReader):
             self.put(
                 ours, config.keywords.get(key), places.get(key, config.node), f"BitsAndBytesConfig.{key}"
             )
+        self.further(self.event_of(config), "BitsAndBytesConfig", list(_QUANTISATION.values()))
         if "load_in_4bit" in config.keywords:
             for name, word in (("quant_type", "fp4"), ("quant_storage", "uint8")):
                 self.say(f"bnb_4bit_{name}", word, config.node, f"BitsAndBytesConfig.bnb_4bit_{name}")
@@ -241,6 +243,7 @@ class ModelReader(SettingsReader):
         places = self.places(config)
         for key, ours in _LORA.items():
             self.put(ours, config.keywords.get(key), places.get(key, config.node), f"LoraConfig.{key}")
+        self.further(self.event_of(config), "LoraConfig", list(_LORA.values()))
         self.say("lora_r", 8, config.node, "LoraConfig.r")
         self.say("lora_dropout", 0.0, config.node, "LoraConfig.lora_dropout")
         self.rest(self.event_of(config) or config, "LoraConfig", _LORA)

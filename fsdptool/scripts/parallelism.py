@@ -21,6 +21,7 @@ from fsdptool.scripts.values import (
     flat,
     is_constant,
     made_by,
+    origins,
 )
 from fsdptool.spelling import integer
 
@@ -45,6 +46,8 @@ _STRATEGY = (
 _FP8 = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 """Handlers with which accelerate trains in float8."""
 _MOST_DEVICES = 100_000
+_LAYERS = ("layers", "layer", "h", "blocks", "block", "decoder_layers", "modules", "named_modules")
+"""Attributes that hold the layers of a model, and methods by which a script looks for them."""
 
 
 def _devices(given: object) -> int | None:
@@ -53,6 +56,16 @@ def _devices(given: object) -> int | None:
         given = [word for word in given.split(",") if word.strip()]
     count = len(given) if isinstance(given, list) else integer(given)
     return count if count is not None and 0 < count <= _MOST_DEVICES else None
+
+
+def _is_of_layers(value: Value) -> bool:
+    """Say whether a value is the class of the model's layers, as the model itself names or holds them."""
+    for item in origins(value):
+        if isinstance(item, Thing) and item.label == "_no_split_modules":
+            return True
+        if made_by(item, "builtins.type") is not None:
+            return any(isinstance(one, Thing) and one.label in _LAYERS for one in origins(item))
+    return False
 
 
 class ParallelismReader(ModelReader):
@@ -300,6 +313,11 @@ class ParallelismReader(ModelReader):
     def _classes(self, value: Value, node: ast.AST | None, kind: str) -> None:
         line = getattr(node, "lineno", 1)
         items = value.values if isinstance(value, Items) else [value]
+        named = [made_by(item, "get_module_class_from_name") for item in items]
+        items = [
+            made.args[1] if made and len(made.args) > 1 else item
+            for made, item in zip(named, items, strict=True)
+        ]
         found: list[NamedClass] = []
         for item in items:
             if isinstance(item, Library) and not item.name.startswith("builtins."):
@@ -309,9 +327,13 @@ class ParallelismReader(ModelReader):
                 found.append(NamedClass(item.node.name, "__main__", line))
             elif isinstance(item, Const) and isinstance(item.value, str):
                 found += [NamedClass(name.strip(), "", line) for name in item.value.split(",")]
+            elif _is_of_layers(item):
+                continue  # what a plan takes where no class is named
             else:
                 self.put("wrap_classes", item, node, f"{kind}.classes")
                 return
+        if not found:
+            return
         self.run.classes += tuple(found)
         self.say("wrap_classes", [item.name for item in self.run.classes], node, f"{kind}.classes")
 

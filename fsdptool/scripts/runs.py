@@ -57,6 +57,12 @@ _ACCUMULATIONS = (
     "gradient_accumulation_steps", "grad_accum_steps", "grad_accumulation_steps", "accumulation_steps",
     "accum_steps", "grad_accum", "gradient_accumulation",
 )  # fmt: skip
+_DECIDED = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16",
+    "optim", "max_length", "packing", "fsdp", "max_steps", "num_train_epochs", "use_liger_kernel",
+    "torch_compile",
+)  # fmt: skip
+"""What arguments that are not read may decide of a trainer."""
 _JOINS = re.compile(r"(?:^|_)(?:group|pack|packed|concat|concatenate|chunk|chunks|chunked)(?:_|$)")
 """Names of functions that join texts and cut them into full rows (``group_texts`` of transformers)."""
 _SIDES = ("resolution", "image_size", "img_size")
@@ -202,6 +208,8 @@ class _Reader(ParallelismReader):
         self.run.own_fields = self.interpreter.fields_of(given)
         for name, value in given.keywords.items():
             node = places.get(name, given.node)
+            if name == "max_seq_length" and "max_length" in given.keywords:  # each for other versions of TRL
+                continue
             if name in ("fsdp_config", "model_init_kwargs") and isinstance(value, Table):
                 for key, item in value.items.items():
                     at = value.nodes.get(key, node)
@@ -219,10 +227,7 @@ class _Reader(ParallelismReader):
                 listed = wrapped.value if isinstance(wrapped.value, list) else [wrapped.value]
                 words = [word for entry in listed if isinstance(entry, str) for word in entry.split(",")]
                 self.run.classes += tuple(NamedClass(word.strip(), "", wrapped.line) for word in words)
-        if event is not None and event.partly:
-            self.run.problems.append(
-                f"line {event.node.lineno}: {given.kind} takes further arguments, which are not read"  # type: ignore[attr-defined]
-            )
+        self.further(event, given.kind, _DECIDED)
         if objective is not None and given.kind == "TrainingArguments":
             # TRL keeps what TrainingArguments decide, whose defaults are other ones than those of its own.
             for name in ("gradient_checkpointing", "bf16"):

@@ -74,6 +74,7 @@ class ScriptRun:
         nodes: Machines that it says they are on, or None.
         loss_in_forward: Whether the model computes the loss, or the loop from logits; None: not known.
         keeps_logits: Whether a name holds what the model returned during backward; None: not known.
+        further: Settings that arguments may decide which are not read.
         problems: What cannot be read, beside the settings.
     """
 
@@ -89,6 +90,7 @@ class ScriptRun:
     nodes: int | None = None
     loss_in_forward: bool | None = None
     keeps_logits: bool | None = None
+    further: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
 
@@ -130,6 +132,14 @@ class SettingsReader:
             if name not in taken:
                 self.put(f"{kind}.{name}", value, places.get(name, thing.node), f"{kind}.{name}")
 
+    def further(self, event: Event | None, name: str, keys: Sequence[str]) -> None:
+        """Leave open what a call may be given that takes arguments which are not known."""
+        if event is None or not event.partly:
+            return
+        self.run.further += tuple(key for key in keys if key not in self.run.settings)
+        line = getattr(event.node, "lineno", 1)
+        self.run.problems.append(f"line {line}: {name} takes further arguments, which are not read")
+
     def event_of(self, thing: Thing) -> Event | None:
         """Return the call that made an object."""
         return next((event for event in self.facts.events if event.result is thing), None)
@@ -154,7 +164,12 @@ def _plain(value: Value | None, room: Iterator[int], depth: int) -> tuple[bool, 
         return True, value.value
     if isinstance(value, Library):
         owner, _, last = value.name.rpartition(".")
-        known = last[:1].isupper() or owner.rpartition(".")[2][:1].isupper() or short(value.name) in DTYPES
+        # A constant of another module (``config.BATCH_SIZE``) is not known; a member of a class is.
+        known = (
+            (last[:1].isupper() and not (len(last) > 1 and last.isupper()))
+            or owner.rpartition(".")[2][:1].isupper()
+            or short(value.name) in DTYPES
+        )
         return known and owner != "builtins", last
     if isinstance(value, Class):
         return True, value.node.name

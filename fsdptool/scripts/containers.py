@@ -1,0 +1,112 @@
+"""Lists, dictionaries and objects of settings: what comprehensions, copies and merges of them hold."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdptool.scripts.interpreter import Interpreter
+from fsdptool.scripts.state import joined
+from fsdptool.scripts.values import Class, Const, Items, Table, Thing, Value, is_key, made_by
+
+_MOST_ITEMS = 64
+"""Items that a comprehension is followed for one by one."""
+COPIES = (
+    *("builtins.dict", "builtins.vars", "copy", "deepcopy", "dataclasses.asdict"),
+    *("omegaconf.OmegaConf.to_container", "omegaconf.OmegaConf.to_object"),
+)
+"""Functions that return a dictionary, or what an object holds, anew."""
+_DUMPS = ("copy", "to_dict", "model_dump", "dict", "_asdict", "toDict")
+"""Methods that do so."""
+
+
+class Containers(Interpreter):
+    """Follows a script through the dictionaries that it keeps settings in."""
+
+    def fields(self, made: Class) -> Iterator[tuple[str, ast.AST]]:
+        """Yield the fields of a class and of those that it inherits from, the first ones first."""
+        for owner in reversed(list(made.line())):
+            for item in owner.node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    yield item.target.id, item
+
+    def table_of(self, value: Value | None, node: ast.AST) -> Table | None:
+        """Return what a dictionary or an object holds, as a new dictionary; None where that is open."""
+        if isinstance(value, Table):
+            return Table(dict(value.items), dict(value.nodes), value.whole, sources=value.sources)
+        if not isinstance(value, Thing) or (value.kind != "arguments" and value.owner is None):
+            return None
+        if value.owner is not None and value.owner.library_bases and value.kind == "parameter":
+            return None
+        names = {str(name): None for name in value.parts if isinstance(name, str)}
+        if value.owner is not None:
+            names |= {name: None for name, _ in self.fields(value.owner)}
+            names = {name: None for name in names if value.owner.lookup(name) is None}
+        return Table({name: self.attribute(value, name, node) for name in names}, dict.fromkeys(names, node))
+
+    def attribute(self, value: Value, name: str, node: ast.AST) -> Value:
+        """Return an attribute of a value."""
+        if name == "__dict__" and (held := self.table_of(value, node)) is not None:
+            return held
+        return super().attribute(value, name, node)
+
+    def copied(
+        self, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST
+    ) -> Value | None:
+        """Return what a function yields that copies a dictionary or an object, or None."""
+        first = args[0] if args else None
+        if name not in COPIES or first is None:
+            return None
+        if name in ("copy", "deepcopy") and not isinstance(first, Table):
+            return first if isinstance(first, Const | Items) or made_by(first, "object") is not None else None
+        made = self.table_of(first, node)
+        if made is not None and name == "builtins.dict":
+            made.items |= dict(keywords)
+            made.nodes |= dict.fromkeys(keywords, node)
+        return made
+
+    def _result(
+        self, receiver: Value, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.Call
+    ) -> Value:
+        if name in _DUMPS and not args and (held := self.table_of(receiver, node)) is not None:
+            return held
+        if isinstance(receiver, Table) and receiver.whole and name in ("keys", "values"):
+            whole: list[Value] = [Const(key) for key in receiver.items]
+            return Items(list(receiver.items.values()) if name == "values" else whole)
+        return super()._result(receiver, name, args, keywords, node)
+
+    def _binop(self, node: ast.BinOp) -> Value:
+        made = super()._binop(node)
+        if isinstance(node.op, ast.BitOr) and isinstance(made, Thing) and len(made.args) == 2:
+            left, right = made.args
+            if isinstance(left, Table) and isinstance(right, Table):
+                return Table(left.items | right.items, left.nodes | right.nodes, left.whole and right.whole)
+        return made
+
+    def items_of(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, iterable: Value
+    ) -> Value | None:
+        """Return the list or dictionary of a comprehension over known items."""
+        items = iterable.values if isinstance(iterable, Items) else []
+        if isinstance(iterable, Table) and iterable.whole:
+            items = [Const(key) for key in iterable.items]
+        if isinstance(node, ast.GeneratorExp) or not 0 < len(items) <= _MOST_ITEMS:
+            return None
+        made: list[Value] = []
+        table = Table({}, {})
+        for item in items:
+            self.assign(node.generators[0].target, item)
+            known = [self.truth(self.value(test)) for test in node.generators[0].ifs]
+            if False in known:
+                continue
+            if not isinstance(node, ast.DictComp):
+                if None in known:
+                    return None
+                made.append(self.value(node.elt))
+                continue
+            key, value = self.value(node.key), self.value(node.value)
+            if not is_key(key):
+                return None
+            unsure = Thing("unknown", node=node) if None in known else value
+            table.items[key.value], table.nodes[key.value] = joined((value, unsure)), node
+        return table if isinstance(node, ast.DictComp) else Items(made, sources=tuple(made))

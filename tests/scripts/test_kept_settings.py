@@ -1,0 +1,163 @@
+"""Settings that scripts keep in dictionaries, objects and modules before a trainer takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdptool.config.described import describe_run
+from fsdptool.files.text import SourceText
+from fsdptool.records.described_run import DescribedRun
+
+HEAD = """
+import argparse, copy, inspect
+from dataclasses import asdict, dataclass
+import torch
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B", torch_dtype=torch.bfloat16)
+given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16, "max_length": 3072}
+"""
+TRAIN = "SFTTrainer(model=model, args=SFTConfig(**taken)).train()\n"
+
+
+def described(text: str, *words: str) -> DescribedRun:
+    """Return the run of a script that starts one."""
+    run = describe_run(SourceText(text, "train.py"), words=words)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "taken = {k: v for k, v in given.items() if k in inspect.signature(SFTConfig.__init__).parameters}",
+        "known = set(inspect.signature(SFTConfig).parameters.keys()) - {'self'}\n"
+        "taken = {key: given[key] for key in given if key in known}",
+        "taken = {k: v for k, v in given.items() if k in SFTConfig.__dataclass_fields__}",
+        "def kept(call, values):\n"
+        "    found = inspect.signature(call).parameters\n"
+        "    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in found.values()):\n"
+        "        return values\n"
+        "    return {k: v for k, v in values.items() if k in found}\n"
+        "taken = kept(SFTConfig, given)",
+        "taken = {k: v for k, v in {**given, 'optim': None}.items() if v is not None}",
+        "taken = dict(given)",
+        "taken = copy.deepcopy(given)",
+        "taken = {'bf16': True} | given",
+        "taken = {'seed': 1, **given.copy()}",
+    ],
+)
+def test_a_dictionary_that_is_copied_or_filtered_keeps_its_settings(lines: str) -> None:
+    run = described(f"{HEAD}{lines}\n{TRAIN}")
+    assert (run.micro_batch, run.accumulation, run.sequence_length) == (2, 16, 3072)
+    assert run.problems == ()
+
+
+def test_a_name_that_has_a_new_one_is_not_taken() -> None:
+    lines = """
+known = inspect.signature(SFTConfig.__init__).parameters
+taken = dict(given)
+if "eval_strategy" not in known:
+    taken["per_device_train_batch_size"] = 4
+if "evaluation_strategy" in known:
+    taken["gradient_accumulation_steps"] = 1
+taken["max_seq_length" if "max_seq_length" in known else "max_length"] = 3072
+"""
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.accumulation, run.sequence_length) == (2, 16, 3072)
+    assert run.problems == ()
+
+
+@pytest.mark.parametrize("how", ["vars(args)", "args.__dict__", "dict(vars(args))"])
+def test_arguments_are_taken_from_their_dictionary(how: str) -> None:
+    lines = f"""
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, default=3)
+args = parser.parse_args()
+settings = {how}
+taken = {{**given, "per_device_train_batch_size": settings["rows"]}}
+"""
+    assert described(HEAD + lines + TRAIN).micro_batch == 3
+    assert described(HEAD + lines + TRAIN, "--rows", "7").micro_batch == 7
+
+
+@pytest.mark.parametrize("how", ["asdict(Own())", "vars(Own())", "Own().__dict__"])
+def test_an_object_of_settings_fills_a_call(how: str) -> None:
+    lines = f"""
+@dataclass
+class Own:
+    per_device_train_batch_size: int = 6
+    max_length: int = 512
+taken = {how}
+"""
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.sequence_length, run.problems) == (6, 512, ())
+
+
+def test_a_class_of_settings_uses_its_own_names() -> None:
+    lines = """
+class Own:
+    rows = 5
+    taken = {"per_device_train_batch_size": rows}
+taken = Own.taken
+"""
+    assert described(HEAD + lines + TRAIN).micro_batch == 5
+
+
+def test_arguments_that_are_not_read_leave_open_what_they_decide() -> None:
+    text = HEAD.replace("torch_dtype=torch.bfloat16", "**elsewhere()") + "taken = elsewhere()\n" + TRAIN
+    lora = text.replace("import copy", "import copy, peft").replace("argparse, copy", "argparse, copy, peft")
+    run = described(lora.replace("args=", "peft_config=peft.LoraConfig(**elsewhere()), args="))
+    assert (run.micro_batch, run.accumulation, run.sequence_length) == (None, None, None)
+    assert (run.optimizer, run.gradient_checkpointing, run.base_dtype) == (None, None, None)
+    assert (run.method, run.lora_rank, run.lora_targets) == (None, None, None)
+    assert len(run.problems) == 3
+    assert run.model == "Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize("test", ["LoraConfig is not None", "use and LoraConfig is not None", "found()"])
+def test_a_library_that_a_script_asks_for_is_there(test: str) -> None:
+    lines = f"""
+try:
+    from peft import LoraConfig
+except ImportError:
+    LoraConfig = None
+from transformers.utils import is_peft_available as found
+use, adapter, taken = True, None, given
+if {test}:
+    adapter = LoraConfig(r=24)
+"""
+    run = described(HEAD + lines + TRAIN.replace("args=", "peft_config=adapter, args="))
+    assert (run.method, run.lora_rank, run.problems) == ("lora", 24, ())
+
+
+WRAPPED = """
+import torch
+from functools import partial
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_module_class_from_name
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B")
+CLASSES
+model = FSDP(model, auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=classes))
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(**batch).loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("classes = {type(model.model.layers[0])}", None),
+        ("classes = {type(m) for m in model.modules() if type(m).__name__ in model._no_split_modules}", None),
+        ("classes = {get_module_class_from_name(model, n) for n in model._no_split_modules}", None),
+        ("classes = {get_module_class_from_name(model, 'Qwen3DecoderLayer')}", ("Qwen3DecoderLayer",)),
+    ],
+)
+def test_classes_that_the_model_names_are_its_layers(lines: str, expected: tuple[str, ...] | None) -> None:
+    run = described(WRAPPED.replace("CLASSES", lines))
+    assert (run.fsdp, run.wrap_classes, run.problems) == (1, expected, ())
