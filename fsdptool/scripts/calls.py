@@ -386,7 +386,7 @@ class Calls(ScriptState, ABC):
             elif name in keywords:
                 names[name] = keywords[name]
             elif name in defaults and not partly:
-                names[name] = self.value(defaults[name])
+                names[name] = self._value_in(function.scope, defaults[name])
             else:
                 names[name] = self.parameter(argument)
         if form.vararg is not None:
@@ -396,6 +396,14 @@ class Calls(ScriptState, ABC):
             rest: dict[object, Value] = {key: item for key, item in keywords.items() if key not in known}
             names[form.kwarg.arg] = Table(rest, {}, not partly)
         return names
+
+    def _value_in(self, scope: Scope, node: ast.expr) -> Value:
+        """Return what an expression stands for where a function is defined."""
+        outer, self.scope = self.scope, scope
+        try:
+            return self.value(node)
+        finally:
+            self.scope = outer
 
     def parameter(self, argument: ast.arg) -> Thing:
         """Return what a parameter stands for when its value is not known."""

@@ -61,7 +61,7 @@ class Containers(Interpreter):
             return first if isinstance(first, Const | Items) or made_by(first, "object") is not None else None
         made = self.table_of(first, node)
         if made is not None and name == "builtins.dict":
-            made.items |= dict(keywords)
+            made.items.update(keywords.items())
             made.nodes |= dict.fromkeys(keywords, node)
         return made
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
-from fsdptool.scripts.containers import Containers
+from fsdptool.scripts.imports import Imports
 from fsdptool.scripts.known_values import (
     BF16,
     LONGEST,
@@ -81,7 +81,7 @@ def _kept(name: str) -> str:
     return name.lower() if len(name) > 1 else name
 
 
-class RunInterpreter(Containers):
+class RunInterpreter(Imports):
     """Follows a script with the arguments that it is started with.
 
     Args:
@@ -90,6 +90,7 @@ class RunInterpreter(Containers):
         defaults: Whether defaults count; else what they decide is not known.
         load: Returns a file that the script loads as plain data, or None; without it no file is read.
         processes: Number of ranks that it is started on, or None.
+        folder: Where the script lies; None: the modules that it imports are not followed.
 
     Attributes:
         problems: Files that it is given, and that cannot be read.
@@ -105,8 +106,9 @@ class RunInterpreter(Containers):
         defaults: bool = True,
         load: Callable[[str], object] | None = None,
         processes: int | None = None,
+        folder: str | None = None,
     ) -> None:
-        super().__init__(tree)
+        super().__init__(tree, folder or "", follows=folder is not None)
         self._load = load
         self.problems: list[str] = []
         self._processes = processes

@@ -305,7 +305,7 @@ class Interpreter(Expressions):
 
     def _do_if(self, node: ast.If) -> bool:
         test = self.value(node.test)
-        known = True if _is_main(node.test) else self.truth(test)
+        known = True if is_main(node.test) else self.truth(test)
         if _is_typing(node.test):
             known = False
         if known is not None:
@@ -465,7 +465,8 @@ def _loaded(tree: ast.AST) -> frozenset[str]:
     return frozenset(names)
 
 
-def _is_main(test: ast.expr) -> bool:
+def is_main(test: ast.expr) -> bool:
+    """Say whether a test asks whether the file was started itself."""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import PurePath
 
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
@@ -13,6 +15,7 @@ from fsdptool.scripts.facts import FSDP1, is_inside, text, unwrapped
 from fsdptool.scripts.judge import parsed_script
 from fsdptool.scripts.models import LOADING
 from fsdptool.scripts.names import ARGUMENTS, short
+from fsdptool.scripts.notebooks import Notebook
 from fsdptool.scripts.parallelism import ParallelismReader
 from fsdptool.scripts.settings import DTYPES, NamedClass, ScriptRun, Setting, plain_value
 from fsdptool.scripts.state import TooLongError
@@ -104,20 +107,29 @@ def read_script_run(
     if not isinstance(tree, ast.Module):
         message, line, _ = tree
         raise ConfigError(f"{source.path or 'the script'}:{line}: {message}")
-    interpreter = RunInterpreter(tree, words, defaults=defaults, load=load, processes=processes)
+    interpreter = partial(RunInterpreter, tree, words, defaults=defaults, load=load, processes=processes)
     try:
-        paths = interpreter.paths()
-        scores = [_score(path.events[path.own or 0 :]) for path in paths]
-        best = max(range(len(paths)), key=lambda index: (scores[index], -index))
-        chosen = 0 if scores[0] else best
-        if not scores[chosen]:
-            return None
-        run = _Reader(paths[chosen], interpreter).read()
+        return _run_of(interpreter(folder=str(PurePath(source.path or "script.py").parent)), notebook, words)
+    except (TooLongError, RecursionError):
+        pass  # perhaps by the modules that it imports
+    try:
+        return _run_of(interpreter(), notebook, words)
     except (TooLongError, RecursionError):
         raise ConfigError(
             f"{source.path or 'the script'} is too long to follow",
             help="give its model, and options, in place of the script",
         ) from None
+
+
+def _run_of(interpreter: RunInterpreter, notebook: Notebook | None, words: Sequence[str]) -> ScriptRun | None:
+    """Return the run of a script that is followed; errors of an interpreter go through."""
+    paths = interpreter.paths()
+    scores = [_score(path.events[path.own or 0 :]) for path in paths]
+    best = max(range(len(paths)), key=lambda index: (scores[index], -index))
+    chosen = 0 if scores[0] else best
+    if not scores[chosen]:
+        return None
+    run = _Reader(paths[chosen], interpreter).read()
     unknown = sorted(interpreter.unknown_flags()) if words else []
     run.problems += interpreter.problems
     run.problems += [f"the script has no option --{name}" for name in unknown]
