@@ -9,157 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import yaml
 from settings import Setting
 
-TEXT = {"sequence_length": 256, "micro_batch": 2}
-IMAGE = {"height": 256, "width": 256, "micro_batch": 1}
-VIDEO = {"height": 128, "width": 128, "frames": 9, "micro_batch": 1}
-
-FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, int]]] = {
-    "llama": (
-        "dense",
-        "llama3:8b",
-        {
-            "num_hidden_layers": 6,
-            "hidden_size": 512,
-            "intermediate_size": 1408,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 8,
-            "vocab_size": 4000,
-        },
-        TEXT,
-    ),
-    "qwen3": (
-        "GQA, tied",
-        "qwen3:0.6b",
-        {
-            "num_hidden_layers": 6,
-            "hidden_size": 384,
-            "intermediate_size": 1152,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 6000,
-            "layer_types": None,
-            "max_window_layers": 6,
-        },
-        TEXT,
-    ),
-    "gemma2": (
-        "GQA, alternating windows",
-        "gemma2:2b",
-        {
-            "num_hidden_layers": 6,
-            "hidden_size": 384,
-            "intermediate_size": 1024,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 5000,
-            "layer_types": None,
-        },
-        TEXT,
-    ),
-    "qwen3-moe": (
-        "MoE",
-        "qwen3-moe:30b-a3b",
-        {
-            "num_hidden_layers": 6,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "moe_intermediate_size": 192,
-            "num_experts": 16,
-            "num_experts_per_tok": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 4000,
-        },
-        TEXT,
-    ),
-    "gpt2": ("tied", "gpt2:small", {"n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 6000}, TEXT),
-    "bert": (
-        "encoder",
-        "bert:base-uncased",
-        {
-            "num_hidden_layers": 6,
-            "hidden_size": 384,
-            "intermediate_size": 1536,
-            "num_attention_heads": 6,
-            "vocab_size": 6000,
-        },
-        TEXT,
-    ),
-    "t5": (
-        "seq2seq",
-        "flan-t5:base",
-        {
-            "num_layers": 6,
-            "num_decoder_layers": 6,
-            "d_model": 384,
-            "d_ff": 1024,
-            "num_heads": 6,
-            "vocab_size": 6016,
-        },
-        TEXT,
-    ),
-    "whisper": (
-        "seq2seq, audio",
-        "whisper:tiny",
-        {},
-        {"sequence_length": 64, "micro_batch": 1},
-    ),
-    "vit": (
-        "vision encoder",
-        "vit:base-patch16-224",
-        {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6},
-        {"micro_batch": 4},
-    ),
-    "flux": (
-        "Flux",
-        "flux.1:dev",
-        {
-            "num_layers": 3,
-            "num_single_layers": 6,
-            "num_attention_heads": 4,
-            "joint_attention_dim": 512,
-            "pooled_projection_dim": 256,
-        },
-        IMAGE,
-    ),
-    "sd3": (
-        "SD3",
-        "sd3:medium",
-        {
-            "num_layers": 6,
-            "num_attention_heads": 6,
-            "joint_attention_dim": 512,
-            "caption_projection_dim": 384,
-            "pooled_projection_dim": 256,
-        },
-        IMAGE,
-    ),
-    "sdxl": (
-        "SDXL U-Net",
-        "sdxl:unet",
-        {
-            "block_out_channels": [64, 128, 256],
-            "attention_head_dim": [2, 4, 8],
-            "cross_attention_dim": 256,
-            "transformer_layers_per_block": [1, 1, 2],
-        },
-        IMAGE,
-    ),
-    "wan": (
-        "Wan",
-        "wan2.1:t2v-1.3b",
-        {"num_layers": 6, "num_attention_heads": 4, "ffn_dim": 1536, "text_dim": 512},
-        VIDEO,
-    ),
-}
+Models = dict[str, tuple[str, str, dict[str, Any], dict[str, int]]]
 """Row name to (kind in the tables, reference, overrides, micro-batch)."""
+
+FAMILIES: Models
+UNSEEN: Models
+FAMILIES, UNSEEN = yaml.safe_load(
+    Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
+).values()
 
 _METHODS = ("full", "full", "lora", "full", "distillation")
 _PRECISIONS = ("fp32", "bf16", "bf16r")
