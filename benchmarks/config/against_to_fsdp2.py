@@ -36,16 +36,9 @@ from fsdptool.config.canonical import RESHARD_OF_STRATEGY, hybrid_mesh  # noqa: 
 from fsdptool.config.migrate import migrate_file  # noqa: E402
 
 SAME = (
-    "wrap_policy",
-    "wrap_classes",
-    "min_num_params",
-    "state_dict_type",
-    "cpu_offload",
-    "cpu_ram_efficient_loading",
-    "activation_checkpointing",
-    "mixed_precision",
-    "num_machines",
-)
+    "wrap_policy", "wrap_classes", "min_num_params", "state_dict_type", "cpu_offload",
+    "cpu_ram_efficient_loading", "activation_checkpointing", "mixed_precision", "num_machines",
+)  # fmt: skip
 LEFTOVERS = {"FSD202", "FSD204", "FSD211", "FSD215", "FSD302", "FSD303", "FSD325", "FSD332", "FSD334"}
 
 

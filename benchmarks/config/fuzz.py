@@ -35,60 +35,15 @@ from fsdptool.records.sharding import FsdpSettings
 
 LIMIT_SECONDS = 2.0
 KEYS = [
-    "fsdp_version",
-    "fsdp",
-    "fsdp_config",
-    "version",
-    "xla",
-    "distributed_type",
-    "parallelism_config",
-    "parallelism_config_cp_size",
-    "num_processes",
-    "mixed_precision",
-    "fsdp_enable",
-    "<<",
-    "gpu_ids",
-    "_note",
-]
+    "fsdp_version", "fsdp", "fsdp_config", "version", "xla", "distributed_type", "parallelism_config",
+    "parallelism_config_cp_size", "num_processes", "mixed_precision", "fsdp_enable", "<<", "gpu_ids", "_note",
+]  # fmt: skip
 VALUES = [
-    "",
-    "null",
-    "no",
-    "yes",
-    "2",
-    "1e8",
-    "0x10",
-    "1:30",
-    "[]",
-    "{}",
-    "[A, B]",
-    "{a: b}",
-    "'",
-    '"',
-    "&a *a",
-    "!!python/object:os.system x",
-    "!!binary aGk=",
-    "2026-01-01",
-    "\u00e9",
-    "*x",
-    "|",
-    "FULL_SHARD",
-    "-1",
-    "~",
-    "99999999999999999999",
-    ".inf",
-    ".nan",
-    "true",
-    "@",
-    "`",
-    "%",
-    "? a",
-    "- a",
-    "\t",
-    "\u00b2",
-    "0x" + "f" * 3900,
-    "9" * 3600,
-]
+    "", "null", "no", "yes", "2", "1e8", "0x10", "1:30", "[]", "{}", "[A, B]", "{a: b}", "'", '"', "&a *a",
+    "!!python/object:os.system x", "!!binary aGk=", "2026-01-01", "\u00e9", "*x", "|", "FULL_SHARD", "-1",
+    "~", "99999999999999999999", ".inf", ".nan", "true", "@", "`", "%", "? a", "- a", "\t", "\u00b2",
+    "0x" + "f" * 3900, "9" * 3600,
+]  # fmt: skip
 
 
 @dataclass
@@ -192,23 +147,9 @@ def _big(data: bytes, r: random.Random) -> bytes:
 
 
 MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
-    _bytes,
-    _cut,
-    _lines(_duplicate),
-    _lines(_indent),
-    _lines(_value),
-    _lines(_value),
-    _lines(_key),
-    _lines(_key),
-    _lines(_swap),
-    _lines(_anchor),
-    _encoding,
-    _nest,
-    _bomb,
-    _merge,
-    _newlines,
-    _big,
-]
+    _bytes, _cut, _lines(_duplicate), _lines(_indent), _lines(_value), _lines(_value), _lines(_key),
+    _lines(_key), _lines(_swap), _lines(_anchor), _encoding, _nest, _bomb, _merge, _newlines, _big,
+]  # fmt: skip
 
 
 def examine(data: bytes, name: str, report: Report) -> Reading | None:

@@ -103,22 +103,8 @@ PRECISIONS = (
 SIZES = ("1", "2", "8", "0", "-1", "2.0", "", "None", "null", "two", "2e0", "true", " 2", "0_2", "+2")
 PORTS = ("29501", "0", "65535", "65536", "70000", "-1", "", "None", "null", "29501x", "2.5", "true")
 PROCESSES = (
-    "8",
-    "1",
-    "0",
-    "-1",
-    "-2",
-    "gpu",
-    "auto",
-    "cpu",
-    "8.0",
-    "",
-    "None",
-    "null",
-    "eight",
-    "true",
-    "0x8",
-)
+    "8", "1", "0", "-1", "-2", "gpu", "auto", "cpu", "8.0", "", "None", "null", "eight", "true", "0x8",
+)  # fmt: skip
 MACHINES = ("1", "2", "0", "-1", "1.0", "", "None", "null", "one", "true")
 RANKS = ("0", "1", "-1", "0.0", "", "None", "null", "zero", "true")
 GPU_IDS = ("all", "0,1,2,3,4,5,6,7", "0", "", "None", "null", "0,1", "true")

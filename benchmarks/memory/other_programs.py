@@ -44,67 +44,34 @@ SEQUENCE = 256
 STEPS = 3
 WORDS = 8000
 TRAINING: dict[str, Any] = {
-    "model_name_or_path": "model",
-    "output_dir": "out",
-    "max_steps": STEPS,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
+    "model_name_or_path": "model", "output_dir": "out", "max_steps": STEPS, "per_device_train_batch_size": 2,
+    "learning_rate": 1e-4, "lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none",
+    "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
     "dataloader_num_workers": 0,
-}
+}  # fmt: skip
 TORCHTUNE: dict[str, Any] = {
-    "output_dir": "out",
-    "tokenizer": {"_component_": "rows.Tokenizer", "max_seq_len": SEQUENCE},
+    "output_dir": "out", "tokenizer": {"_component_": "rows.Tokenizer", "max_seq_len": SEQUENCE},
     "dataset": {"_component_": "rows.Rows", "packed": False},
     "model": {
-        "_component_": "torchtune.models.llama3_1.llama3_1",
-        "vocab_size": WORDS,
-        "num_layers": 4,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "embed_dim": 256,
-        "intermediate_dim": 768,
-        "max_seq_len": 1024,
+        "_component_": "torchtune.models.llama3_1.llama3_1", "vocab_size": WORDS, "num_layers": 4,
+        "num_heads": 8, "num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 768, "max_seq_len": 1024,
         "rope_base": 10000,
     },
     "checkpointer": {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_dir": "model",
-        "checkpoint_files": ["model.safetensors"],
-        "recipe_checkpoint": None,
-        "output_dir": "out",
+        "_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "model",
+        "checkpoint_files": ["model.safetensors"], "recipe_checkpoint": None, "output_dir": "out",
         "model_type": "LLAMA3",
     },
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4},
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-    "metric_logger": {
-        "_component_": "torchtune.training.metric_logging.DiskLogger",
-        "log_dir": "out/logs",
-    },
-    "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False},
-    "seed": 0,
-    "shuffle": False,
-    "resume_from_checkpoint": False,
-    "batch_size": 2,
-    "epochs": 1,
-    "max_steps_per_epoch": STEPS,
-    "gradient_accumulation_steps": 1,
-    "optimizer_in_bwd": False,
-    "clip_grad_norm": None,
-    "compile": False,
-    "device": "cpu",
-    "dtype": "fp32",
-    "enable_activation_checkpointing": False,
-    "enable_activation_offloading": False,
-    "log_every_n_steps": 1,
+    "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "out/logs"},
+    "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False}, "seed": 0,
+    "shuffle": False, "resume_from_checkpoint": False, "batch_size": 2, "epochs": 1,
+    "max_steps_per_epoch": STEPS, "gradient_accumulation_steps": 1, "optimizer_in_bwd": False,
+    "clip_grad_norm": None, "compile": False, "device": "cpu", "dtype": "fp32",
+    "enable_activation_checkpointing": False, "enable_activation_offloading": False, "log_every_n_steps": 1,
     "log_peak_memory_stats": False,
-}
+}  # fmt: skip
 ROWS_OF_TORCHTUNE = """\
 import torch
 
@@ -128,21 +95,14 @@ class Rows(torch.utils.data.Dataset):
         return {"tokens": self.rows[index], "labels": self.rows[index]}
 """
 ACCELERATE: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 2,
-    "use_cpu": True,
+    "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no",
+    "num_machines": 1, "num_processes": 2, "use_cpu": True,
     "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
     },
-}
+}  # fmt: skip
 REPLICATED = {name: value for name, value in ACCELERATE.items() if name != "fsdp_config"}
 REPLICATED["distributed_type"] = "MULTI_CPU"
 SCRIPT = """\
@@ -193,43 +153,32 @@ _EAGER = {"attn_implementation": "eager"}
 _ADAPTERS = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "trainer": {
-        "": {},
-        "accumulation": {"gradient_accumulation_steps": 2},
-        "recomputed": {"gradient_checkpointing": True},
-        "sgd": {"optim": "sgd"},
-        "autocast": {"bf16": True},
+        "": {}, "accumulation": {"gradient_accumulation_steps": 2},
+        "recomputed": {"gradient_checkpointing": True}, "sgd": {"optim": "sgd"}, "autocast": {"bf16": True},
         "autocast, accumulation": {"bf16": True, "gradient_accumulation_steps": 2},
     },
     "sft": {
-        "": {"packing": False},
-        "autocast": {"packing": False, "bf16": True},
+        "": {"packing": False}, "autocast": {"packing": False, "bf16": True},
         "autocast, accumulation": {"bf16": True, "gradient_accumulation_steps": 2},
-        "packed": {"packing": True, "packing_strategy": "wrapped"},
-        "lora": _ADAPTERS,
-        "lora, autocast": {**_ADAPTERS, "bf16": True},
-        "lora, bf16 base": {**_ADAPTERS, "dtype": "bfloat16"},
+        "packed": {"packing": True, "packing_strategy": "wrapped"}, "lora": _ADAPTERS,
+        "lora, autocast": {**_ADAPTERS, "bf16": True}, "lora, bf16 base": {**_ADAPTERS, "dtype": "bfloat16"},
         "lora, bf16 base, autocast": {**_ADAPTERS, "dtype": "bfloat16", "bf16": True},
         "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
     "dpo": {
-        "": {},
-        "autocast": {"bf16": True},
-        "lora": _ADAPTERS,
-        "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "": {}, "autocast": {"bf16": True}, "lora": _ADAPTERS, "lora, autocast": {**_ADAPTERS, "bf16": True},
         "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
     "kto": {
-        "": {},
-        "lora, autocast": {**_ADAPTERS, "bf16": True},
+        "": {}, "lora, autocast": {**_ADAPTERS, "bf16": True},
         "lora, autocast, recomputed": {**_ADAPTERS, "bf16": True, "gradient_checkpointing": True},
     },
     "reward": {"": _JUDGE, "autocast": {**_JUDGE, "bf16": True}},
     "torchtune": {
-        "": {},
-        "accumulation": {"gradient_accumulation_steps": 2},
+        "": {}, "accumulation": {"gradient_accumulation_steps": 2},
         "recomputed": {"enable_activation_checkpointing": True},
     },
-}
+}  # fmt: skip
 ROWS = {
     ", ".join(filter(None, (program, f"{count} process" + "es" * (count > 1), name))): Row(
         program, count, keys

@@ -65,24 +65,16 @@ RECIPE: dict[str, Any] = {
     "seed": 1,
 }
 CONFIG: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "mixed_precision": "no",
-    "num_machines": 2,
-    "num_processes": 2,
-    "use_cpu": True,
-    "machine_rank": 0,
-    "main_process_ip": "10.0.0.1",
+    "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no",
+    "num_machines": 2, "num_processes": 2, "use_cpu": True, "machine_rank": 0, "main_process_ip": "10.0.0.1",
     "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_reshard_after_forward": True,
     },
     "parallelism_config": {"parallelism_config_dp_shard_size": 2},
-}
+}  # fmt: skip
 GPU: dict[str, Any] = {
     "name": "Mine-12GB",
     "aliases": ["mine"],
@@ -94,29 +86,15 @@ GPU: dict[str, Any] = {
     "source": "a ruler",
 }
 CLUSTER: dict[str, Any] = {
-    "gpu": GPU,
-    "gpus_per_node": 1,
-    "nodes": 2,
-    "inter_node_bandwidth": "400 Gbit/s",
-    "host_memory": "2 TiB",
-    "price_per_gpu_hour": 2.5,
-    "environment": {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"},
-    "name": "mine",
-}
+    "gpu": GPU, "gpus_per_node": 1, "nodes": 2, "inter_node_bandwidth": "400 Gbit/s", "host_memory": "2 TiB",
+    "price_per_gpu_hour": 2.5, "environment": {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"}, "name": "mine",
+}  # fmt: skip
 MODEL: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 64, "rope_theta": 10000.0, "torch_dtype": "float32",
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 MARKUP = "<script>owned</script>"
 WORDS = (
     *("", " ", "x" * 5000, "../../../etc/passwd", "/etc/passwd", "/dev/zero", "a/b", ".", "..", "~", "-rf"),
@@ -588,18 +566,11 @@ def case_names(bench: Bench, place: Path, rng: random.Random) -> Arguments:
 
 
 KINDS: dict[str, tuple[Callable[[Bench, Path, random.Random], Arguments], float]] = {
-    "recipes": (case_recipes, 0.3),
-    "configurations": (case_configurations, 0.34),
-    "clusters": (case_clusters, 0.15),
-    "gpus": (case_gpus, 0.07),
-    "plans": (case_plans, 0.05),
-    "models": (case_models, 0.01),
-    "manifests": (case_manifests, 0.05),
-    "runs": (case_runs, 0.03),
-    "looks": (case_looks, 0.2),
-    "logs": (case_logs, 0.05),
-    "names": (case_names, 0.05),
-}
+    "recipes": (case_recipes, 0.3), "configurations": (case_configurations, 0.34),
+    "clusters": (case_clusters, 0.15), "gpus": (case_gpus, 0.07), "plans": (case_plans, 0.05),
+    "models": (case_models, 0.01), "manifests": (case_manifests, 0.05), "runs": (case_runs, 0.03),
+    "looks": (case_looks, 0.2), "logs": (case_logs, 0.05), "names": (case_names, 0.05),
+}  # fmt: skip
 """How cases of a kind are made, and their share."""
 
 

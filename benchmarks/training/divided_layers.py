@@ -63,22 +63,10 @@ MESHES = (
 SEQUENCE_NAMES = ("causal", "qwen3 tied", "gpt2", "qwen3 moe")
 SEQUENCE_MESHES = ("dp 2, tp 2",)
 _WIDTHS = (
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "head_dim",
-    "n_embd",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "attention_head_dim",
-    "caption_projection_dim",
-)
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "n_embd", "d_model", "d_kv",
+    "d_ff", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "attention_head_dim", "caption_projection_dim",
+)  # fmt: skip
 _WIDER = 16
 
 

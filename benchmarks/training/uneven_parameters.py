@@ -43,16 +43,9 @@ from fsdptool.training.trainer import assemble
 STEPS = 30
 BOUND = 1e-6
 MAIN = (
-    "two ranks",
-    "accumulation",
-    "unsharded accumulation",
-    "clipping",
-    "LoRA",
-    "hybrid",
-    "hybrid, accumulation",
-    "resume",
-    "hybrid, resume",
-)
+    "two ranks", "accumulation", "unsharded accumulation", "clipping", "LoRA", "hybrid",
+    "hybrid, accumulation", "resume", "hybrid, resume",
+)  # fmt: skip
 
 
 def rows(names: list[str]) -> list[tuple[str, str]]:

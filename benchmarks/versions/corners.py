@@ -37,16 +37,8 @@ CORNERS: dict[str, tuple[str, ...]] = {
 """Python, then the versions of ``LIBRARIES``."""
 
 OTHERS = (
-    "datasets>=4",
-    "safetensors",
-    "typer",
-    "rich",
-    "jsonschema",
-    "PyYAML",
-    "filelock",
-    "packaging",
-    "psutil",
-)
+    "datasets>=4", "safetensors", "typer", "rich", "jsonschema", "PyYAML", "filelock", "packaging", "psutil",
+)  # fmt: skip
 
 
 def install(versions: tuple[str, ...], folder: Path) -> Path:

@@ -27,15 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 CONFIG = ROOT / "examples" / "configs" / "two_cpu_processes.yaml"
 LIBRARIES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "diffusers",
-    "peft",
-    "datasets",
-    "huggingface_hub",
-    "numpy",
-)
+    "torch", "transformers", "accelerate", "diffusers", "peft", "datasets", "huggingface_hub", "numpy",
+)  # fmt: skip
 LIMIT_SECONDS = 1800
 
 
