@@ -14,12 +14,30 @@ from typing import Any
 from fsdptool.families.registry import load_registry
 from fsdptool.families.synthetic import shrink
 
-TEXT_GROUPS = {
-    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
-    "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "causal-lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",), "masked-lm": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
     "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
-}
-"""Tables of transformers' auto classes whose models read token ids."""
+    "image-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
+    "vision": (
+        "MODEL_FOR_IMAGE_MAPPING_NAMES", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+        "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES", "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+        "MODEL_FOR_INSTANCE_SEGMENTATION_MAPPING_NAMES", "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+        "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES", "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES", "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES",
+        "MODEL_FOR_KEYPOINT_DETECTION_MAPPING_NAMES", "MODEL_FOR_IMAGE_TO_IMAGE_MAPPING_NAMES",
+    ),
+    "audio": (
+        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        "MODEL_FOR_CTC_MAPPING_NAMES", "MODEL_FOR_AUDIO_FRAME_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES",
+        "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES", "MODEL_FOR_AUDIO_TOKENIZATION_NAMES",
+    ),
+}  # fmt: skip
+"""The tables of transformers that list model classes, by what the classes read or predict."""
+
+TEXT_GROUPS = ("causal-lm", "masked-lm", "seq2seq")
+"""Groups whose classes read token ids."""
 
 LENGTH = 32
 """Tokens per sample."""
@@ -149,12 +167,12 @@ class Subject:
     group: str
 
 
-def subjects(groups: Mapping[str, tuple[str, ...]]) -> Iterator[Subject]:
-    """Yield every class of ``groups`` once, in the order of the tables."""
+def subjects() -> Iterator[Subject]:
+    """Yield every class of the tables once, in their order."""
     from transformers.models.auto import modeling_auto
 
     seen: set[str] = set()
-    for group, tables in groups.items():
+    for group, tables in GROUPS.items():
         for table in tables:
             for model_type, value in getattr(modeling_auto, table, {}).items():
                 for name in (value,) if isinstance(value, str) else value:

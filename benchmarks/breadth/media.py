@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import inputs
-from classes import TEXT_GROUPS, Subject
-from groups import GROUPS
+from classes import Subject
 
 from fsdptool.families.synthetic import synthesise
 
 BATCH = 2
 ATTEMPTS = 24
 """Ways of calling a class that are tried at most."""
-
-
-def groups() -> Mapping[str, tuple[str, ...]]:
-    """Return the tables of images, sound and both that ``benchmarks/detect`` inspects."""
-    return {name: GROUPS[name] for name in ("image-text", "vision", "audio")}
-
-
-def all_groups() -> Mapping[str, tuple[str, ...]]:
-    """Return every table of the sweep."""
-    return {**TEXT_GROUPS, **groups()}
 
 
 def tried(subject: Subject, model: Any) -> dict[str, Any]:

@@ -43,9 +43,8 @@ def work(stage: str, names: list[str], result: Path) -> None:
     sys.path.insert(0, str(HERE))
     import stages
     from classes import subjects
-    from media import all_groups
 
-    known = {subject.name: subject for subject in subjects(all_groups())}
+    known = {subject.name: subject for subject in subjects()}
     # The first row of a new file is not written yet.
     rows = json.loads(result.read_text(encoding="utf-8"))["rows"] if result.exists() else {}
     pool: Any = None
@@ -123,7 +122,6 @@ def main() -> None:
         return
     sys.path.insert(0, str(HERE))
     from classes import subjects
-    from media import all_groups
 
     from fsdptool.records.diagnostic import library_versions
 
@@ -131,7 +129,7 @@ def main() -> None:
     result["libraries"] = library_versions()
     rows = result["rows"]
     wanted = set(options.only.split(",")) if options.only else None
-    for subject in subjects(all_groups()):
+    for subject in subjects():
         rows.setdefault(subject.name, {"group": subject.group, "model_type": subject.model_type})
     for stage in (options.stage,) if options.stage else STAGES:
 

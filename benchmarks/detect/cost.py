@@ -3,8 +3,6 @@
 - ``floor``: a bare script that imports what is needed and builds the model on meta.
 - ``cold``: the whole ``fsdptool detect`` command with an empty cache.
 - ``hit``: the same command when the cache has the answer.
-- ``real``: instantiate the model with real tensors (fp32, CPU) and walk its leaves, as tools that do not use
-  the meta device do; written here with plain diffusers. It is compared with detect after the same imports.
 
 Every figure is measured in a fresh process. CPU time is the minimum over the repetitions, which are
 interleaved; on a shared machine it is more stable than wall time.
@@ -42,34 +40,7 @@ LLAMA_FLOOR = FLOOR.format(
     imports="from transformers import LlamaConfig, LlamaForCausalLM",
     build="LlamaForCausalLM._from_config(LlamaConfig(**json.loads(sys.argv[1])))",
 )
-REAL = """
-import json, resource, sys, time
-import torch
-from diffusers import {name}
-config = json.loads(sys.argv[1])
-started, cpu = time.perf_counter(), time.process_time()
-model = {name}.from_config(config)
-counts = {{}}
-for path, module in model.named_modules():
-    own = sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
-    if path and own:
-        counts[type(module).__name__] = counts.get(type(module).__name__, 0) + own
-print(json.dumps({{"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu,
-                  "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}}))
-"""
-OURS = """
-import json, resource, sys, time
-import torch
-from diffusers import {name}
-from fsdptool.inspection import examine
-from fsdptool.source import resolve
-started, cpu = time.perf_counter(), time.process_time()
-examine(resolve(sys.argv[1]), use_cache=False)
-print(json.dumps({{"wall": time.perf_counter() - started, "cpu": time.process_time() - cpu,
-                  "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}}))
-"""
 COMMANDS = ("llama3.1:405b", "flux.1:dev", "wan2.1:t2v-14b")
-INSTANTIATED = ("sdxl:unet", "wan2.1:t2v-1.3b")
 
 
 def flavour(reference: str) -> Any:
@@ -157,33 +128,6 @@ def commands(repeat: int) -> list[dict[str, Any]]:
     return rows
 
 
-def instantiated(repeat: int) -> list[dict[str, Any]]:
-    """Measure real instantiation against detection, both after the same imports."""
-    rows = []
-    for reference in INSTANTIATED:
-        flavour_data = flavour(reference)
-        real, ours = [], []
-        for _ in range(repeat):
-            script = OURS.format(name=flavour_data.model_class)
-            ours.append(json.loads(run([sys.executable, "-c", script, reference], {})[1]))
-        script = REAL.format(name=flavour_data.model_class)
-        line = [sys.executable, "-c", script, json.dumps(plain(flavour_data.config))]
-        real.append(json.loads(run(line, {})[1]))
-        one, two = best(real), best(ours)
-        rows.append(
-            {
-                "reference": reference,
-                "real": one,
-                "detect": two,
-                "times_less_cpu": round(one["cpu"] / two["cpu"], 1),
-                "times_less_wall": round(one["wall"] / two["wall"], 1),
-                "times_less_memory": round(one["peak"] / two["peak"], 1),
-            }
-        )
-        sys.stderr.write(f"instantiated: {reference}\n")
-    return rows
-
-
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -197,11 +141,10 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "repeat": arguments.repeat,
         "commands": commands(arguments.repeat),
-        "instantiated": instantiated(arguments.repeat),
     }
     document["harness_peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    for row in (*document["commands"], *document["instantiated"]):
+    for row in document["commands"]:
         print(json.dumps({key: value for key, value in row.items() if not isinstance(value, dict)}))
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "breadth"))
 
-from groups import GROUPS
+from classes import GROUPS, subjects
 
 from fsdptool.errors import FsdptoolError
 from fsdptool.inspection.api import describe
@@ -47,22 +47,6 @@ CONCERNS: dict[WrapConcern, str] = {
     "many_parts": "parameters outside the blocks add up although no single one is large",
 }
 """Meaning of each code, for the table."""
-
-
-def transformers_classes() -> dict[str, list[str]]:
-    """Return class names by group; a class listed in several groups is in the first."""
-    from transformers.models.auto import modeling_auto
-
-    seen: set[str] = set()
-    results: dict[str, list[str]] = {}
-    for group, tables in GROUPS.items():
-        names: set[str] = set()
-        for table in tables:
-            for value in getattr(modeling_auto, table, {}).values():
-                names.update([value] if isinstance(value, str) else value)
-        results[group] = sorted(names - seen)
-        seen |= names
-    return results
 
 
 def diffusers_classes() -> list[str]:
@@ -151,7 +135,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="substring of class names")
     arguments = parser.parse_args()
     rows = []
-    jobs = [("transformers", g, n) for g, names in transformers_classes().items() for n in names]
+    found = sorted(subjects(), key=lambda item: (list(GROUPS).index(item.group), item.name))
+    jobs = [("transformers", item.group, item.name) for item in found]
     jobs += [("diffusers", "diffusers", name) for name in diffusers_classes()]
     for index, (library, group, name) in enumerate(jobs):
         if arguments.only in name:

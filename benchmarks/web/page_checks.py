@@ -23,7 +23,6 @@ from screenshots import PAGES, VIEWS, settle, visiting
 from fsdptool.records.diagnostic import library_versions, tool_version
 
 RESULTS = Path(__file__).parents[1] / "results" / "web_page_checks.json"
-ALL_VIEWS = {**VIEWS, "narrow-dark": {**VIEWS["narrow"], "color_scheme": "dark"}}
 
 _WATCH = """
 window.shift = 0;
@@ -44,7 +43,7 @@ _SIDEWAYS = """() => {
 def examine(browser: Any, origin: str, opened: str, view: str) -> list[dict[str, Any]]:
     """Return a row per page of a view."""
     faults: list[str] = []
-    context = browser.new_context(**ALL_VIEWS[view])
+    context = browser.new_context(**VIEWS[view])
     context.add_init_script(_WATCH)
 
     def watch(request: Any) -> None:
@@ -87,7 +86,7 @@ def main(output: Path) -> None:
     rows = []
     with visiting() as (browser, interface):
         version = browser.version
-        for view in ALL_VIEWS:
+        for view in VIEWS:
             opened = interface.new_address()
             rows += examine(browser, opened.partition("/open")[0], opened, view)
     document = {
@@ -106,7 +105,7 @@ def main(output: Path) -> None:
         f"{sum(len(row[kind]) for row in rows)} {kind}" for kind in ("axe", "sideways", "faults")
     )
     shift = max(row["layout_shift"] for row in rows)
-    print(f"{len(PAGES)} pages in {len(ALL_VIEWS)} views: {totals}; largest layout shift {shift}")
+    print(f"{len(PAGES)} pages in {len(VIEWS)} views: {totals}; largest layout shift {shift}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Photograph the pages of the web interface: light and dark, on screens of 1,280 and of 390 pixels.
+"""Photograph the pages of the web interface for docs/reference/web-pages.md.
 
-    python benchmarks/web/screenshots.py FOLDER [PAGE ...]
-    python benchmarks/web/screenshots.py --docs
+    python benchmarks/web/screenshots.py
 
-Starts a server on a free port with a folder of example files, opens each page of ``PAGES`` (or those that are
-named) in Chromium (Debian's package ``chromium``) by Playwright, and writes ``PAGE-light.png``,
-``PAGE-dark.png``, ``PAGE-narrow.png`` and ``PAGE-narrow-dark.png``. Prints the pages that scroll sideways.
-Nothing is compared: the pictures are for looking at. ``--docs`` writes the upper part of a few pages as
-the pictures of docs/reference/web-pages.md.
+Starts a server on a free port with a folder of example files, opens a few of ``PAGES`` in Chromium (Debian's
+package ``chromium``) by Playwright, and writes the upper part of each. Other benchmarks examine all pages.
 """
 
 from __future__ import annotations
@@ -118,7 +114,6 @@ _LOAD_PICTURES = """() => Promise.all([...document.images].map((picture) => new 
   picture.addEventListener("load", resolve);
   picture.addEventListener("error", resolve);
 })))"""
-_TOO_WIDE = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
 def settle(page: Any, address: str) -> None:
@@ -128,21 +123,6 @@ def settle(page: Any, address: str) -> None:
     if page.locator("#curves").count():
         page.locator("#curves .u-over").nth(2).wait_for()
     page.evaluate(_LOAD_PICTURES)
-
-
-def photograph(browser: Any, interface: Interface, folder: Path, names: list[str]) -> None:
-    """Write the pictures of the named pages, and name those that scroll sideways."""
-    for view, options in VIEWS.items():
-        page = browser.new_page(**options)
-        opened = interface.new_address()
-        page.goto(opened)
-        origin = opened.partition("/open")[0]
-        for name in names:
-            settle(page, origin + PAGES[name])
-            page.screenshot(path=folder / f"{name}-{view}.png", full_page=True)
-            if page.evaluate(_TOO_WIDE):
-                print(f"{name}-{view}: wider than the screen")
-        page.close()
 
 
 def add_runs(work: Path, queue: Queue) -> Queue:
@@ -199,19 +179,6 @@ def visiting() -> Iterator[tuple[Any, Interface]]:
             server.join()
 
 
-def main(folder: Path | None, names: list[str]) -> None:
-    """Photograph the pages into a folder; without one, those of the documentation."""
-    if folder is not None:
-        folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-    with visiting() as (browser, interface):
-        if folder is None:
-            document(browser, interface)
-        else:
-            photograph(browser, interface, folder, names or list(PAGES))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    main(None if sys.argv[1] == "--docs" else Path(sys.argv[1]), sys.argv[2:])
+    with visiting() as (browser, interface):
+        document(browser, interface)
