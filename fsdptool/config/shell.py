@@ -97,7 +97,9 @@ _HINT = re.compile(
     r"\b(?:accelerate|torchrun|deepspeed|python\d*|axolotl|llamafactory-cli|lmf|trl|tune|swift|megatron"
     r"|simpletuner|oumi|automodel|xtuner|colossalai|litgpt|composer|uv|run_train\.sh)\b|\s-m\s"
 )
-_NO_COMMAND = re.compile(r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?\s*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"(?!\$)|'""")
+_NO_COMMAND = re.compile(
+    r"""[{\[<]|---|-\s|["']?[\w.\-/ ]+["']?[ \t]*:(?:\s|$)|[\w.\-"' ]+[ \t]=|"(?!\$)|'"""
+)
 """How YAML, JSON and TOML begin, and no shell script does."""
 
 

@@ -635,6 +635,8 @@ class _Script:
         name, place, rest = match.groups()
         assigned, value = self.get(name)
         if place is not None and not isinstance(value, str):
+            if place in "@*":  # unquoted, each item is split into words
+                return None if value is None or rest else " ".join(value)
             listed = value or ()
             value = listed[int(place)] if place.isdecimal() and int(place) < len(listed) else None
         value = _first(value)

@@ -69,7 +69,11 @@ class Imports(Containers):
 
     def _as_object(self, dotted: str, level: int, node: ast.stmt) -> Thing | None:
         held = self._module(dotted, level, node)
-        return None if held is None else Thing("module", label=dotted, node=node, parts=dict(held))
+        if held is None:
+            return None
+        made = Thing("module", label=dotted, node=node)
+        made.parts.update(held.items())
+        return made
 
     def _module(self, dotted: str, level: int, node: ast.stmt) -> dict[str, Value] | None:
         """Return the names of a module of the project, or None where it is none."""

@@ -8,7 +8,8 @@ import pytest
 from test_described_runs import AXOLOTL, described
 
 from fsdptool.config import read_settings
-from fsdptool.config.described import describe_path
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.files.text import SourceText
 
 SWIFT = "swift sft --model Qwen/Qwen3-8B --dataset d --max_length 1024 --per_device_train_batch_size 2"
 ONE, FOUR = "CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=0,1,2,3"
@@ -439,3 +440,32 @@ def test_a_frozen_tower_of_a_model_that_is_trained_whole_is_told(text: str, key:
     assert not told(seeing, "true", "lora")
     assert not told(unknown, None)
     assert not any(told(text_only, switch) for switch in ("true", "false", None))
+
+
+def test_a_check_of_a_variable_is_no_key_of_yaml() -> None:
+    text = """set -euo pipefail
+: "${DATA:?give DATA}"
+trl sft --model_name_or_path Qwen/Qwen3-8B --dataset_name "$DATA" --max_length 3072
+"""
+    run = describe_run(SourceText(text, "start.sh"))
+    assert run is not None
+    assert (run.model, run.sequence_length) == ("Qwen/Qwen3-8B", 3072)
+
+
+@pytest.mark.parametrize(
+    ("flags", "length", "told"),
+    [
+        ("--model_name_or_path lmsys/vicuna-7b-v1.5 --data_path a.json", 512, set()),
+        ("--model_id Qwen/Qwen2.5-VL-7B-Instruct --data_path a.json --freeze_llm True", None, {"freeze_llm"}),
+        ("--model_name_or_path a/b --tune_mm_mlp_adapter True", 512, {"tune_mm_mlp_adapter"}),
+        ("--model_name_or_path a/b --freeze_backbone False --vision_tower c/d", 512, {"vision_tower"}),
+    ],
+)
+def test_scripts_of_others_have_no_length_but_tell_what_they_freeze(
+    flags: str, length: int | None, told: set[str]
+) -> None:
+    text = f"torchrun --nproc_per_node 2 other/train.py {flags} --bf16 True --output_dir o"
+    run = describe_run(SourceText(f"{text} --gradient_checkpointing True --num_train_epochs 1", "start.sh"))
+    assert run is not None
+    assert run.sequence_length == length
+    assert {item.key for item in run.keys.not_modelled} == told

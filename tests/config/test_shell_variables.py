@@ -31,6 +31,7 @@ def words(script: str, files: NamedFiles | None = None) -> list[str]:
     "script",
     [
         "A=8\necho x $A ${A}0",
+        'A=(\n  x=1 \n  y="a b"\n)\necho x ${A[@]} ${A[*]} z',
         'A=" \\\n --b 1 \\\n --c"\necho x $A',
         'A=3\nif [ "$A" -ge 3 ]; then B=1; else B=2; fi\nif [[ $A -lt 3 ]]; then B=4; fi\necho x $B',
         "A=true\nif $A; then B=1; else B=2; fi\necho x $B",

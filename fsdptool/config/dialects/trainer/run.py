@@ -121,9 +121,11 @@ def _texts(read: RunReader, script: str) -> dict[str, Any]:
         known = SCRIPTS["run_clm"]
     if known is None:
         length = read.whole(*_LENGTHS)
-        if length is None:
+        if length is None and read.has("model_name_or_path"):
             source = "stanford_alpaca and FastChat train.py: TrainingArguments"
             length = read.default("model_max_length", 512, source)
+        elif length is None:
+            read.notes.append("the length of samples is that of the data: give --seq-len")
         words = re.split(r"[^a-z]+", name.lower())
         objective = next((word for word in _OBJECTIVES if word in words), "sft")
         rows = {"packing": False, "documents_joined": False}

@@ -152,9 +152,14 @@ KEYS = RunKeys(
     | sides(
         less="""
         freeze_feature_encoder freeze_feature_extractor freeze_encoder freeze_base_model freeze_vision_model
-        freeze_text_model
+        freeze_text_model tune_mm_mlp_adapter freeze_backbone freeze_llm freeze_vision_tower freeze_merger
+        freeze_mm_mlp_adapter freeze_vision_modules freeze_visual_encoder
         """,
-        either="peft_type train_adapter adapter_config apply_adapter apply_sparse",
+        more="vision_tower use_dora",
+        either="""
+        tune_mm_vision tune_mm_mlp tune_mm_llm peft_type train_adapter adapter_config apply_adapter
+        apply_sparse
+        """,
     ),
     time=TIME,
     numbers=NUMBERS
