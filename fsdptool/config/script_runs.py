@@ -150,6 +150,7 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
         open_facts |= _decided_by(script, data, key, path, launch)
     for key, item in unread.items():
         changed = _decided_by(script, data, key, path, launch)
+        open_facts |= changed & _OF_WHOLE_RUN
         if key in _MEMORY or key.startswith("config.") or changed - _OF_WHOLE_RUN:
             open_facts |= changed
             decided = ("family", "model") if key.startswith("config.") else tuple(sorted(changed))

@@ -12,11 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
-from fsdptool.scripts.imports import Imports
 from fsdptool.scripts.known_values import (
     BF16,
     LONGEST,
-    as_value,
     asked_of,
     asks_for_bf16,
     compared,
@@ -26,9 +24,9 @@ from fsdptool.scripts.known_values import (
     guessed,
     launched,
     of_text,
-    path_of,
     typed,
 )
+from fsdptool.scripts.loaded_settings import LoadedSettings
 from fsdptool.scripts.names import ARGUMENTS, LIGHTNING, library, short
 from fsdptool.scripts.values import (
     Choice,
@@ -47,19 +45,12 @@ from fsdptool.scripts.values import (
     made_by,
 )
 
-_LOADERS = (
-    *("yaml.safe_load", "yaml.full_load", "yaml.load", "json.load", "json.loads", "tomllib.load"),
-    *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
-)
-"""Functions that read a file of settings."""
 _RECORDS = (
     *("omegaconf.OmegaConf.create", "argparse.Namespace", "types.SimpleNamespace", "easydict.EasyDict"),
     *("ml_collections.ConfigDict", "addict.Dict", "munch.Munch", "box.Box", "transformers.utils.AttrDict"),
 )
 """What makes an object of a dictionary, whose items are its attributes."""
 _ON_GPU = "on a GPU with bfloat16"
-_SETTINGS = (".yaml", ".yml", ".json", ".toml")
-_MOST_FILES = 20
 _INSTALLED = ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available")
 """Functions of transformers that ask for libraries; what a script does with them is what it is for."""
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
@@ -81,7 +72,7 @@ def _kept(name: str) -> str:
     return name.lower() if len(name) > 1 else name
 
 
-class RunInterpreter(Imports):
+class RunInterpreter(LoadedSettings):
     """Follows a script with the arguments that it is started with.
 
     Args:
@@ -258,6 +249,9 @@ class RunInterpreter(Imports):
             if isinstance(key, tuple) and key[0] == "argument" and isinstance(declared, Thing):
                 default = parser.parts.get(("default", key[1]))
                 self.store(made.parts, key[1], self._argument(str(key[1]), declared, default, positional))
+        for key, value in list(parser.parts.items()):  # ``set_defaults`` of what no argument is
+            if isinstance(key, tuple) and key[0] == "default" and key[1] not in made.parts:
+                self.store(made.parts, key[1], value)
         return made
 
     def _argument(self, name: str, declared: Thing, default: Value | None, positional: list[str]) -> Value:
@@ -488,7 +482,7 @@ class RunInterpreter(Imports):
             return Const(True)
         if name == "torch.cuda.get_device_capability":
             return Items([given_by(number, _ON_GPU, node) for number in (8, 0)])
-        if name in _LOADERS and (loaded := self._loaded(first, node)) is not None:
+        if (loaded := self.settings_of(name, args, node)) is not None:
             return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
             return self._cli(first, node)
@@ -552,16 +546,6 @@ class RunInterpreter(Imports):
                 self.enter(made, (sample,), {}, node, partly=True)
             elif found is not None and found[1] not in self.called:
                 self.enter(Function(found[1], found[0].scope, made), (sample,), {}, node, partly=True)
-
-    def _loaded(self, source: Value | None, node: ast.AST) -> Value | None:
-        """Return the file of settings that a value was opened from, or None where it cannot be read."""
-        path = path_of(source)
-        if path is None or self._load is None or not path.lower().endswith(_SETTINGS):
-            return None
-        if path not in self._files and len(self._files) < _MOST_FILES:
-            data = self._load(path)
-            self._files[path] = as_value(data, path, node) if isinstance(data, dict) else None
-        return self._files.get(path)
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
         """Return what a function yields whose parameters are the arguments."""

@@ -29,7 +29,7 @@ class Imports(Containers):
 
     def __init__(self, tree: ast.Module, folder: str = "", *, follows: bool = True) -> None:
         super().__init__(tree)
-        self._folder = self._script_folder = PurePosixPath(folder)
+        self._folder = self.script_folder = PurePosixPath(folder)
         self._follows = follows
         self._modules: dict[str, dict[str, Value]] = {}
         self._missing: set[str] = set()
@@ -95,7 +95,7 @@ class Imports(Containers):
         if level:
             bases = [PurePosixPath(self._folder, *[".."] * (level - 1))]
         else:
-            bases = [PurePosixPath(self._script_folder, above) for above in _ABOVE]
+            bases = [PurePosixPath(self.script_folder, above) for above in _ABOVE]
         for base in bases:
             for path in (f"{inside}.py", str(inside / "__init__.py")):
                 yield posixpath.normpath(base / path)

@@ -58,6 +58,11 @@ def _devices(given: object) -> int | None:
     return count if count is not None and 0 < count <= _MOST_DEVICES else None
 
 
+def _counts_layers(value: Value | None) -> bool:
+    """Say whether a comparison asks for the number of a layer, by the number of them."""
+    return any(made_by(item, "builtins.len") is not None for item in origins(value))
+
+
 def _is_of_layers(value: Value) -> bool:
     """Say whether a value is the class of the model's layers, as the model itself names or holds them."""
     for item in origins(value):
@@ -264,10 +269,10 @@ class ParallelismReader(ModelReader):
                     self._classes(test.args[1], test.node, "isinstance")
             if thing is not shardings[-1][1]:
                 first = event
-        for name in ("reshard_after_forward",):
-            self.put(
-                name, first.keywords.get(name), first.places.get(name, first.node), f"fully_shard.{name}"
-            )
+        reshards, at = first.keywords.get("reshard_after_forward"), first.places.get("reshard_after_forward")
+        if made_by(reshards, "test") is not None and _counts_layers(reshards):
+            reshards = Const(True)  # all layers but the last: ``index < len(layers) - 1``
+        self.put("reshard_after_forward", reshards, at or first.node, "fully_shard.reshard_after_forward")
         self._offload(
             first.keywords.get("offload_policy"),
             first.places.get("offload_policy", first.node),

@@ -465,7 +465,7 @@ def test_scripts_of_others_have_no_length_but_tell_what_they_freeze(
     flags: str, length: int | None, told: set[str]
 ) -> None:
     text = f"torchrun --nproc_per_node 2 other/train.py {flags} --bf16 True --output_dir o"
-    run = describe_run(SourceText(f"{text} --gradient_checkpointing True --num_train_epochs 1", "start.sh"))
+    run = describe_run(SourceText(f"{text} --per_device_train_batch_size 1 --learning_rate 1e-5", "start.sh"))
     assert run is not None
     assert run.sequence_length == length
     assert {item.key for item in run.keys.not_modelled} == told

@@ -1,0 +1,110 @@
+"""Settings that a script loads: from files, by Hydra, and as OmegaConf merges them."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+from collections.abc import Mapping, Sequence
+
+from fsdptool.scripts.hydra_files import Composer, assigned, resolved
+from fsdptool.scripts.imports import Imports
+from fsdptool.scripts.known_values import as_value, path_of
+from fsdptool.scripts.values import Class, Function, Items, Table, Value, constant
+
+_LOADERS = (
+    *("yaml.safe_load", "yaml.full_load", "yaml.load", "json.load", "json.loads", "tomllib.load"),
+    *("toml.load", "tomli.load", "omegaconf.OmegaConf.load", "OmegaConf.load"),
+)
+"""Functions that read a file of settings."""
+_SETTINGS = (".yaml", ".yml", ".json", ".toml")
+_MOST_FILES = 20
+_OMEGACONF = ("omegaconf.OmegaConf.", "OmegaConf.")
+
+
+class LoadedSettings(Imports):
+    """Follows a script through the settings that it loads."""
+
+    problems: list[str]
+    _words: Sequence[str]
+    _flags: dict[str, str | list[str]]
+    _used: set[str]
+    _files: dict[str, Value | None]
+
+    def enter(
+        self,
+        function: Function,
+        args: Sequence[Value],
+        keywords: Mapping[str, Value],
+        node: ast.AST,
+        partly: bool = False,
+    ) -> Value:
+        """Run a function of the script for a call; Hydra gives settings to the one that it decorates."""
+        if not args and not keywords and (given := self._of_hydra(function)) is not None:
+            args = (given,)
+        return super().enter(function, args, keywords, node, partly)
+
+    def _of_hydra(self, function: Function) -> Value | None:
+        for item in getattr(function.node, "decorator_list", ()):
+            named = isinstance(item, ast.Call) and ast.unparse(item.func)
+            if self._load is None or not isinstance(item, ast.Call) or named != "hydra.main":
+                continue
+            given = dict(zip(("config_path", "config_name"), item.args, strict=False))
+            given |= {word.arg: word.value for word in item.keywords if word.arg is not None}
+            folder, name = (
+                constant(self._value_in(function.scope, given[key])) if key in given else None
+                for key in ("config_path", "config_name")
+            )
+            name = self._flags.get("config_name", self._flags.get("cn", name))
+            path = posixpath.normpath(posixpath.join(str(self.script_folder), str(folder or ".")))
+            composer = Composer(self._load, path, self._words)
+            data = composer.composed(str(name)) if isinstance(name, str) else None
+            self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]
+            self._used |= {"config_name", "cn", "config_path", "cp"}
+            if data is not None:
+                return as_value(data, f"{name}.yaml", item)
+        return None
+
+    def _loaded(self, source: Value | None, node: ast.AST, *, resolves: bool) -> Value | None:
+        """Return the file of settings that a value was opened from, or None where it cannot be read."""
+        path = path_of(source)
+        if path is None or self._load is None or not path.lower().endswith(_SETTINGS):
+            return None
+        if path not in self._files and len(self._files) < _MOST_FILES:
+            data = self._load(path)
+            known = resolved(data) if resolves and isinstance(data, dict) else data
+            self._files[path] = as_value(known, path, node) if isinstance(known, dict) else None
+        return self._files.get(path)
+
+    def settings_of(self, name: str, args: Sequence[Value], node: ast.AST) -> Value | None:
+        """Return what a function yields that loads or merges settings, or None."""
+        first = args[0] if args else None
+        if name in _LOADERS:
+            return self._loaded(first, node, resolves=name.endswith("OmegaConf.load"))
+        if not name.startswith(_OMEGACONF):
+            return None
+        last = name.rpartition(".")[2]
+        if last == "from_cli":
+            return as_value(assigned(self._words), "the command line", node)
+        if last == "from_dotlist" and isinstance(first, Items):
+            words = [constant(item) for item in first.values]
+            return as_value(assigned([word for word in words if isinstance(word, str)]), "a list", node)
+        if last == "structured" and first is not None:
+            return self.table_of(
+                self.call(first, (), {}, {}, False, node) if isinstance(first, Class) else first, node
+            )
+        return self._united(args, node) if last in ("merge", "unsafe_merge") else None
+
+    def _united(self, parts: Sequence[Value], node: ast.AST) -> Value | None:
+        """Return settings merged with others, which replace theirs; None where one of them is not known."""
+        tables = [self.table_of(part, node) for part in parts]
+        made = Table({}, {})
+        for table in tables:
+            if table is None:
+                return None
+            made.whole = made.whole and table.whole
+            for key, value in table.items.items():
+                old = made.items.get(key)
+                both = old is not None and isinstance(value, Table) and self.table_of(old, node) is not None
+                inner = self._united((old, value), node) if both and old is not None else None
+                made.items[key], made.nodes[key] = inner or value, table.nodes.get(key, node)
+        return made

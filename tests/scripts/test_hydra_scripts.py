@@ -1,0 +1,132 @@
+"""Settings that Hydra and OmegaConf give to a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdptool.config.described import describe_path, describe_run
+from fsdptool.files.text import SourceText, read_source
+from fsdptool.records.described_run import DescribedRun
+
+TRAIN = """
+import hydra, torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+HEAD
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.name)
+    args = TrainingArguments(
+        "o", per_device_train_batch_size=cfg.training.rows, gradient_accumulation_steps=cfg.training.steps,
+        **OmegaConf.to_container(cfg.extra, resolve=True),
+    )
+    Trainer(model, args).train()
+
+main()
+"""
+HYDRA = """@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:"""
+LOADED = """def main():
+    cfg = OmegaConf.merge(OmegaConf.load("conf/whole.yaml"), OmegaConf.from_cli())"""
+FILES = {
+    "conf/config.yaml": "defaults: [{model: small}, base, {override hydra/launcher: x}]\n"
+    "training: {rows: 3}\n",
+    "conf/base.yaml": "training: {rows: 1, steps: 5}\nextra: {optim: adafactor, seed: '${training.steps}'}\n",
+    "conf/model/small.yaml": "name: Qwen/Qwen3-0.6B\n",
+    "conf/model/large.yaml": "defaults: [small]\nname: Qwen/Qwen3-32B\n",
+    "conf/whole.yaml": "rows: 3\nmodel: {name: Qwen/Qwen3-0.6B}\n"
+    "training: {rows: '${rows}', steps: 5}\nextra: {optim: adafactor}\n",
+}
+
+
+def described(folder: Path, head: str, *words: str) -> DescribedRun:
+    """Return the run of a script beside its files."""
+    (folder / ".git").mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    script = folder / "train.py"
+    script.write_text(TRAIN.replace("HEAD", head), encoding="utf-8")
+    run = describe_run(read_source(script), words=words)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize("head", [HYDRA, LOADED])
+@pytest.mark.parametrize(
+    ("words", "rows", "steps"),
+    [((), 3, 5), (("training.rows=8", "+training.new=1"), 8, 5), (("training.steps=2",), 3, 2)],
+)
+def test_files_and_overrides_are_composed(
+    tmp_path: Path, head: str, words: tuple[str, ...], rows: int, steps: int
+) -> None:
+    run = described(tmp_path, head, *words)
+    assert (run.model, run.micro_batch, run.accumulation) == ("Qwen/Qwen3-0.6B", rows, steps)
+    assert (run.optimizer, run.problems) == ("adafactor", ())
+
+
+def test_a_word_chooses_the_file_of_a_group(tmp_path: Path) -> None:
+    assert described(tmp_path, HYDRA, "model=large").model == "Qwen/Qwen3-32B"
+    start = tmp_path / "start.sh"
+    start.write_text("torchrun --nproc_per_node 4 train.py model=large model.name=gpt2\n", encoding="utf-8")
+    run = describe_path(start)
+    assert run is not None
+    assert (run.model, run.processes, run.micro_batch) == ("gpt2", 4, 3)
+
+
+def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
+    head = HYDRA.replace('"config"', '"other"')
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/other.yaml").write_text("defaults: [base, {model: huge}]\n", encoding="utf-8")
+    run = described(tmp_path, head)
+    assert run.micro_batch == 1
+    assert any("model/huge" in problem for problem in run.problems)
+
+
+def test_a_file_that_lists_itself_ends(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/loop.yaml").write_text("defaults: [loop, base]\na: '${a}'\n", encoding="utf-8")
+    assert described(tmp_path, HYDRA.replace('"config"', '"loop"')).accumulation == 5
+
+
+def test_what_set_defaults_adds_is_an_argument() -> None:
+    text = """
+import argparse
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+def train(args):
+    arguments = TrainingArguments("o", per_device_train_batch_size=args.rows, num_train_epochs=args.epochs)
+    Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), arguments).train()
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, default=3)
+parser.add_argument("--epochs", type=int, required=True)
+parser.set_defaults(func=train)
+args = parser.parse_args()
+args.func(args)
+"""
+    run = describe_run(SourceText(text, "train.py"))
+    assert run is not None
+    assert (run.micro_batch, run.epochs, run.problems) == (3, None, ())
+
+
+def test_all_layers_but_the_last_are_resharded() -> None:
+    text = """
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+for index, layer in enumerate(model.transformer.h):
+    fully_shard(layer, reshard_after_forward=index < len(model.transformer.h) - 1)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(**batch).loss.backward()
+    optimizer.step()
+"""
+    run = describe_run(SourceText(text, "train.py"))
+    assert run is not None
+    assert (run.fsdp, run.reshard, run.problems) == (2, True, ())
