@@ -10,17 +10,15 @@ difference from the fp32 prediction, divided by the norm of that prediction.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import sys
 import warnings
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from paired import head
+from paired import head, parser
 from torch import nn
 from torch.distributed.utils import _apply_to_tensors
 
@@ -33,11 +31,8 @@ SIGMA = 0.9371
 
 def main() -> None:
     """Compare and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_exact_times.json"))
-    chosen = parser.parse_args()
+    options = parser(__doc__, "training_exact_times")
+    chosen = options.parse_args()
     warnings.simplefilter("ignore")
     results = {}
     for family in load_registry().all():

@@ -12,11 +12,9 @@ files are excluded, because the kernel can drop them. ``shard_bytes`` is the min
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from paired import bounds, head, llama, turns
+from paired import bounds, head, llama, parser, turns, write
 
 RANKS = 2
 SHARD = "40MB"
@@ -70,7 +68,7 @@ def ours(folder: Path) -> Callable[[], Any]:
 
     spec = resolve(str(folder))
     settings = FsdpSettings(wrap_classes=("LlamaDecoderLayer",), use_cpu=True, mixed_precision="no")
-    choice = ModelChoice(str(folder), weights="pretrained")
+    choice = ModelChoice(str(folder), weights="pretrained", dtype="float32")
     recipe = Recipe(model=choice, batch=Batch(micro_batch=1, sequence_length=16), steps=1)
     plan = plan_units(inspect(spec), resolve_run(recipe, settings))
     session = open_session(settings)
@@ -122,15 +120,10 @@ def main() -> None:
     """Run and write the result."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--width", type=int, default=768, help="hidden size; 768 gives 327 MB in fp32")
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/training_loading_memory.json")
-    )
-    chosen = parser.parse_args()
+    options = parser(__doc__, "training_loading_memory")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--width", type=int, default=768, help="hidden size; 768 gives 327 MB in fp32")
+    chosen = options.parse_args()
     config = llama(chosen.width, 8, 16384)
     results: dict[str, list[list[dict[str, int]]]] = {"fsdptool": [], "from_pretrained": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -160,9 +153,7 @@ def main() -> None:
         "peak_bytes": {rival: statistics.median(values) for rival, values in peaks.items()},
         "ratio": bounds([a / b for a, b in zip(peaks["fsdptool"], peaks["from_pretrained"], strict=True)]),
     }
-    chosen.output.write_text(json.dumps(document, indent=2) + "\n")
-    keys = ("model_bytes", "shard_bytes", "peak_bytes", "ratio")
-    sys.stdout.write(json.dumps({key: document[key] for key in keys}, indent=2) + "\n")
+    write(document, chosen.output, "model_bytes", "shard_bytes", "peak_bytes", "ratio")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ over ranks throughout. Four groups of rows, each with its relative errors:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
 import reference
 from cases import CASES, STEPS, deeper, prepare_case
 from input_cases import with_dtype
-from paired import head
+from paired import head, parser
 from pool import Pool
 from ranks import train
 from variants import CLIPPED, HYBRID, MOMENTUM, VARIANTS
@@ -124,13 +123,10 @@ def measure(row: Row, pool: Pool, plain: Plain) -> dict[str, Any]:
 
 def main() -> int:
     """Run the rows and write the result; return 1 if one of them exceeds its bound."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--names", default=",".join(n for n, case in CASES.items() if not case.beside))
-    parser.add_argument("--groups", default=",".join(GROUPS))
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_numerics.json"))
-    chosen = parser.parse_args()
+    options = parser(__doc__, "training_numerics")
+    options.add_argument("--names", default=",".join(n for n, case in CASES.items() if not case.beside))
+    options.add_argument("--groups", default=",".join(GROUPS))
+    chosen = options.parse_args()
     results: list[dict[str, Any]] = []
     pool, plain = Pool(), Plain()
     for row in rows(chosen.names.split(",")):

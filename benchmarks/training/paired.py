@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parents[1] / "results"
 ACCELERATE = """\
 distributed_type: FSDP
 mixed_precision: 'no'
@@ -55,6 +57,21 @@ def write_run(folder: Path, config: dict[str, Any], *, ranks: int, steps: int, l
         f"steps: {steps}\n"
     )
     return ["train", str(folder / "recipe.yaml"), "--config", str(folder / "accelerate.yaml")]
+
+
+def parser(description: str | None, result: str) -> argparse.ArgumentParser:
+    """Return a parser with the option that every such benchmark has; ``result`` is a name in ``results``."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--output", type=Path, default=RESULTS / f"{result}.json")
+    return made
+
+
+def write(document: dict[str, Any], output: Path, *shown: str) -> None:
+    """Write a result, and print what it has under some keys."""
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps({key: document[key] for key in shown}, indent=2))
 
 
 def bounds(ratios: list[float], rounds: int = 4000) -> dict[str, float]:

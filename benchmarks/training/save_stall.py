@@ -10,7 +10,6 @@ ratios, with bootstrap bounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from paired import bounds, head, llama
+from paired import bounds, head, llama, parser
 
 RANKS, LENGTH, STEPS_AFTER = 2, 64, 3
 CONFIG = llama(384, 4, 4096)
@@ -121,10 +120,9 @@ def rank_main(rank: int, folder: str, pairs: int, out: str) -> None:
 
 def main() -> None:
     """Run and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_save_stall.json"))
-    chosen = parser.parse_args()
+    options = parser(__doc__, "training_save_stall")
+    options.add_argument("--pairs", type=int, default=20)
+    chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         model.mkdir()

@@ -11,8 +11,6 @@ the figure is the median of paired ratios, with bootstrap bounds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from paired import bounds, head, llama, turns, write_run
+from paired import bounds, head, llama, parser, turns, write, write_run
 
 RANKS, LENGTH = 2, 64
 CONFIG = llama(256, 4, 2048)
@@ -76,13 +74,9 @@ def seconds_until(met: Path, argv: list[str], folder: Path) -> float:
 
 def main() -> None:
     """Run and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_start_up.json"))
-    chosen = parser.parse_args()
-    output = chosen.output.absolute()
+    options = parser(__doc__, "training_start_up")
+    options.add_argument("--pairs", type=int, default=6)
+    chosen = options.parse_args()
     times: dict[str, list[float]] = {"fsdptool": [], "accelerate": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -125,8 +119,7 @@ def main() -> None:
         "median_seconds": {rival: statistics.median(values) for rival, values in times.items()},
         "ratio": bounds([a / b for a, b in zip(times["fsdptool"], times["accelerate"], strict=True)]),
     }
-    output.write_text(json.dumps(document, indent=2) + "\n")
-    sys.stdout.write(json.dumps({key: document[key] for key in ("median_seconds", "ratio")}, indent=2) + "\n")
+    write(document, chosen.output, "median_seconds", "ratio")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ such parameters, with and without the order that is kept, run in turns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))
 import reference
 import torch
 from cases import CASES, inputs_for, prepare_case
-from paired import head
+from paired import head, parser
 from pool import Pool
 from ranks import share
 from uneven_cases import UNEVEN, WAYS, Way, on_one_rank, on_ranks, recipe
@@ -134,13 +133,10 @@ def cost(pool: Pool, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run the rows and write the result; return 1 if one of them exceeds its bound."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--names", default=",".join(UNEVEN))
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/training_uneven.json"))
-    chosen = parser.parse_args()
+    options = parser(__doc__, "training_uneven")
+    options.add_argument("--names", default=",".join(UNEVEN))
+    options.add_argument("--rounds", type=int, default=31)
+    chosen = options.parse_args()
     results: list[dict[str, Any]] = []
     pool = Pool()
     known: dict[Any, dict[str, Any]] = {}

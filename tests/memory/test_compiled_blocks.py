@@ -11,7 +11,7 @@ from memory_cases import LLAMA, Case
 
 import fsdptool.memory.tracing.make_trace as building
 from fsdptool.memory import footprint
-from fsdptool.memory.tracing.compiled_trace import REMAINS, trace_compiled
+from fsdptool.memory.tracing.compiled_blocks import REMAINS, trace_compiled
 from fsdptool.memory.tracing.tracer import traced_configuration
 from fsdptool.modeling.compilation import MEASURED_TORCH
 from fsdptool.modeling.resolve import resolve_run
