@@ -109,6 +109,15 @@ def choice(value: Any, table: dict[str, tuple[str, ...]]) -> str | None:
     return None
 
 
+def near_choice(value: Any, table: dict[str, tuple[str, ...]]) -> str | None:
+    """Return the choice that a value names, or the one that it misspells by a letter or two, or None."""
+    found = choice(value, table)
+    if found is None and "." not in str(value):  # a dotted path is another finding
+        words = (word for spellings in table.values() for word in spellings if len(word) > 6)
+        found = choice(nearest(value, words, cutoff=0.88), table)
+    return found
+
+
 def classes(value: Any) -> tuple[str, ...] | None:
     """Return class names from a comma, space or semicolon list, a YAML list or a Python list in text.
 

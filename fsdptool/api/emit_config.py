@@ -344,7 +344,8 @@ def adjust(
     if nodes is not None:
         if nodes < 1 or (settings.num_processes or nodes) % nodes:
             raise ConfigError(
-                f"{settings.num_processes} processes cannot be divided evenly over {nodes} machines"
+                f"{settings.num_processes} processes cannot be divided evenly over {nodes} machines",
+                help="give --processes a multiple of --nodes: it counts the processes of all machines",
             )
         settings = replace(settings, num_machines=nodes)
     if precision is not None:
@@ -364,7 +365,11 @@ def adjust(
             settings = replace(settings, mesh=ParallelDims())
         elif others * mesh.dp_shard != total:
             if total % others:
-                raise ConfigError(f"{total} processes cannot be divided evenly by {others}")
+                raise ConfigError(
+                    f"{total} processes cannot be divided evenly over groups of {others}: the ranks that"
+                    " hold one copy or share one sequence",
+                    help=f"give a multiple of {others} with --processes",
+                )
             settings = replace(settings, mesh=replace(mesh, dp_shard=total // others))
     return settings
 

@@ -94,12 +94,6 @@ def look_at(path: str, objective: Objective) -> DataLook:
             f"--data {path}: objective {objective.name} is trained on samples of your own code alone",
             help="leave --data out, or give it package.module:name (docs/how-to/name-data.md)",
         )
-    if not place.exists():
-        if looks_like_id(path) and not path.startswith("."):
-            return DataLook(Data(source="dataset", path=path), "unread")
-        raise ConfigError(f"--data {path} does not exist", help="check the spelling")
-    if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        return DataLook(Data(source="dataset", path=path), "unread")
     tables = (".jsonl", ".json", ".ndjson", ".csv", ".tsv")
     kinds = {
         **dict.fromkeys(tables, "jsonl"),
@@ -107,6 +101,13 @@ def look_at(path: str, objective: Objective) -> DataLook:
         **dict.fromkeys(TEXT_SUFFIXES, "text"),
         **dict.fromkeys(STILLS, "images"),
     }
+    if not place.exists():
+        # A dataset of the Hub may have a dot in its name, but not the ending of a file that is read here.
+        if looks_like_id(path) and not path.startswith(".") and place.suffix.lower() not in kinds:
+            return DataLook(Data(source="dataset", path=path), "unread")
+        raise ConfigError(f"--data {path} does not exist", help="check the spelling")
+    if any((place / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return DataLook(Data(source="dataset", path=path), "unread")
     below = itertools.islice(place.rglob("*"), _FILES)
     files = [place] if place.is_file() else [file for file in below if file.is_file()]
     sizes = _bytes_by_kind(files, kinds)

@@ -165,6 +165,14 @@ class Verdict:
         """Number of files of other programs, about which there are notes only."""
         return sum(reading.passed_over for reading in self.readings)
 
+    @property
+    def unreadable(self) -> int:
+        """Number of files among them that are not UTF-8: whose they are cannot be told."""
+        return sum(
+            reading.passed_over and any(item.code == "FSD103" for item in reading.diagnostics)
+            for reading in self.readings
+        )
+
     def by_code(self) -> tuple[CodeCount, ...]:
         """Return how often each code was found, the errors first and the most frequent first."""
         from fsdptool.records.config_documents import CodeCount

@@ -155,9 +155,12 @@ class FamilyRegistry:
             if found is not None:
                 claims.append((family.precedence, found.score, family, origin, found.evidence))
         if not claims:
+            anonymous = not (config.get("_class_name") or config.get("model_type"))
             raise ReferenceError(
                 f"no installed family matches {_describe(config)}",
-                help="install a plugin for it; docs/how-to/add-a-family.md shows how to write one",
+                help="name the model itself, or the training file or script that uses this file"
+                if anonymous
+                else "install a plugin for it; docs/how-to/add-a-family.md shows how to write one",
             )
         best = max(claim[:2] for claim in claims)
         winners = [claim for claim in claims if claim[:2] == best]

@@ -460,7 +460,8 @@ def replace_file(path: Path, data: bytes, *, before: bytes | None = None) -> Non
             # Root may write whatever the mode says, so the mode itself is checked.
             if not target.stat().st_mode & 0o222:
                 raise StorageError(f"{path} is read-only", help="make it writable (chmod u+w)")
-            if before is not None and not holds(target, before):
+            # What another name of the same file (a link) was given already is what is wanted.
+            if before is not None and not (holds(target, before) or holds(target, data)):
                 raise StorageError(
                     f"{path} was changed by another program in the meantime", help="run the command again"
                 )

@@ -52,11 +52,13 @@ class _Composer:
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             magic = self.text.startswith("%%")
-            why = "line 1 is a notebook's cell magic; remove it" if magic else _explain(error)
+            why = "line 1 is a notebook's cell magic; remove it" if magic else _explain(error, self.text)
             raise ParseError("FSD104", f"not YAML: {why}", mark.index if mark else None) from error
         except yaml.YAMLError as error:
             position = getattr(error, "position", None)
-            raise ParseError("FSD104", f"not YAML: {_plain(error)}", position) from error
+            character = getattr(error, "character", None)
+            why = f"the text holds U+{character:04X}" if isinstance(character, int) else _plain(error)
+            raise ParseError("FSD104", f"not YAML: {why}", position) from error
         except UnicodeEncodeError as error:  # lone surrogates in the text
             raise ParseError("FSD104", "not YAML: the text holds a lone surrogate", error.start) from error
         if root is not None and root.kind == "scalar" and root.value is None and not root.raw:
@@ -285,6 +287,23 @@ def _plain(error: BaseException) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _explain(error: yaml.MarkedYAMLError) -> str:
+_TAB = "a tab indents this line; YAML indents with spaces only"
+_PROBLEMS = {
+    "found a tab character that violates indentation": _TAB,
+    "mapping values are not allowed in this context": (
+        "this colon does not belong here: put the value in quotes, or mend the indentation"
+    ),
+    "did not find expected key": "this line is not indented as the lines that it belongs to",
+}
+"""What the parser's words for the commonest mistakes mean to somebody who wrote a file."""
+
+
+def _explain(error: yaml.MarkedYAMLError, text: str) -> str:
+    problem, mark = error.problem or "", error.problem_mark
+    if mark is not None and "cannot start any token" in problem:
+        character = text[mark.index : mark.index + 1]
+        return _TAB if character == "\t" else f"a value cannot start with {character!r}: put it in quotes"
+    if problem in _PROBLEMS:
+        return _PROBLEMS[problem]
     parts = [part for part in (error.context, error.problem) if part]
     return " ".join(" ".join(parts).split())[:160]

@@ -206,6 +206,12 @@ def test_data_that_do_not_suit(
         look_at(str(rows(tmp_path / name, row)), objective_named(objective))
 
 
+def test_a_file_that_is_not_there_is_no_dataset_of_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"--data chats\.jsonl does not exist"):
+        look_at("chats.jsonl", objective_named("causal_lm"))
+    assert look_at("someone/corpus-v1.1", objective_named("causal_lm")).kind == "unread"
+
+
 @pytest.mark.parametrize(
     ("second", "words"),
     [

@@ -95,6 +95,25 @@ def test_a_small_model_is_told_that_it_needs_no_fsdp(model: str, capsys: pytest.
     assert any(item["code"] == "PLN013" and "input_ids 512" in item["message"] for item in assumed)
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        ("gpt2:small", {"height": 512, "width": 512}, ["--height and --width change nothing"]),
+        ("gpt2:small", {"frames": 5}, ["--frames changes nothing"]),
+        ("sd3:medium", {"height": 512, "width": 512}, []),
+    ],
+)
+def test_sizes_that_a_model_does_not_read_are_told(
+    model: str, sizes: dict[str, int], said: list[str]
+) -> None:
+    from fsdptool.planning.advice.diagnostics import _unread_sizes
+    from fsdptool.records.recipe import Batch, ModelChoice, Recipe
+    from fsdptool.source import resolve
+
+    found = _unread_sizes(resolve(model), Recipe(ModelChoice(model), batch=Batch(**sizes)))
+    assert [item.message.partition(":")[0] for item in found] == said
+
+
 @pytest.mark.slow
 def test_experts_are_said_to_need_the_same_however_they_are_hit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

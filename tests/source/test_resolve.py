@@ -218,6 +218,13 @@ def test_unset_sizes_and_layers_from_the_end_are_fine(tmp_path: Path) -> None:
     assert resolve(str(write(tmp_path, "config.json", config))).diagnostics == ()
 
 
+def test_a_json_file_that_is_no_model_is_not_answered_with_plugins(tmp_path: Path) -> None:
+    path = write(tmp_path, "zero.json", {"zero_optimization": {"stage": 3}})
+    with pytest.raises(FsdptoolError) as error:
+        resolve(str(path))
+    assert error.value.help == "name the model itself, or the training file or script that uses this file"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -129,7 +129,7 @@ MEANING = (
     Rule("FSD329", "rendezvous address missing", "warning",
          "Several machines need `main_process_ip` and `main_process_port`; otherwise accelerate 1.15 waits "
          "for a host called None. Both can be given on the command line.",
-         "Write both, or pass --main_process_ip and --main_process_port.",
+         "Write main_process_ip and main_process_port, or pass both at launch.",
          example=added("num_machines: 2\n",
                        "num_machines: 2\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n")),
     Rule("FSD330", "FSDP block under another distributed_type", "error",

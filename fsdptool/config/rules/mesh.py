@@ -269,7 +269,9 @@ def check_processes(lint: LintContext) -> None:
     written = lint.at("num_processes")
     if processes is None:
         # The launcher: "You need to manually pass in `--num_processes` using this config yaml."
-        unsaid = written is None or written.node.value in (None, -1)  # else it is a finding of its own
+        unsaid = written is None or (
+            written.node.kind == "scalar" and written.node.value in (None, -1)
+        )  # else it is a finding of its own
         if unsaid and "num_processes" not in lint.dialect.cannot:
             lint.report("FSD326", "num_processes is not written", "num_processes")
     elif isinstance(processes, int):
@@ -289,7 +291,8 @@ def check_processes(lint: LintContext) -> None:
             "num_processes",
         )
     if machines > 1 and not lint.get("main_process_ip"):
-        lint.report("FSD329", "several machines without main_process_ip", "num_machines")
+        missing = [key for key in ("main_process_ip", "main_process_port") if not lint.get(key)]
+        lint.report("FSD329", f"several machines without {' and '.join(missing)}", "num_machines")
     _gpu_ids(lint, processes, machines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,7 +110,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
         if message.startswith(("Target modules", "No modules", "No `target_modules`", "All modules")):
             raise ConfigError(
                 f"LoRA targets do not match {type(model).__name__}: {message}",
-                help="name module suffixes that `fsdptool detect` lists under method.lora.targets",
+                help=f"name some of its layers under method.lora.targets: {', '.join(_layers(model))}",
             ) from error
         raise ConfigError(
             f"peft cannot apply method.lora to {type(model).__name__}: {message}",
@@ -121,6 +122,18 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
         from fsdptool.modeling.methods.quantised_layers import quantise_base
 
         quantise_base(model, base)
+
+
+def _layers(model: nn.Module, most: int = 8) -> list[str]:
+    """Return the ends of the names of layers that LoRA can adapt, the most frequent first."""
+    from torch import nn
+
+    ends = Counter(
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Embedding) and getattr(getattr(module, "weight", None), "ndim", 0) >= 2
+    )
+    return [name for name, _ in ends.most_common(most)]
 
 
 def _first_line(error: Exception) -> str:

@@ -199,7 +199,7 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
     """Say which sample size is assumed: memory depends on it more than on anything else."""
     batch = recipe.batch
     if any(size is not None for size in (batch.sequence_length, batch.height, batch.width, batch.frames)):
-        return []
+        return _unread_sizes(spec, recipe)
     tensors = planned_batch(spec, recipe)
     shapes = [
         f"{item.name} {' x '.join(map(str, item.shape[1:]))}" for item in tensors if len(item.shape) > 1
@@ -212,6 +212,32 @@ def _sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
             "info",
             f"no sample size is given; the default of the family is assumed: {', '.join(shapes)}",
             help="give --seq-len, --height, --width or --frames, or batch: in the recipe",
+        )
+    ]
+
+
+def _unread_sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
+    """Say which sizes of pictures the model has no input for: a size twice as large changes no shape."""
+    given = {name: getattr(recipe.batch, name) for name in ("height", "width", "frames")}
+    given = {name: size for name, size in given.items() if size is not None}
+    if not given:
+        return []
+    larger = {name: 2 * size for name, size in given.items()}
+    try:
+        planned = [item.shape for item in planned_batch(spec, recipe)]
+        other = replace(recipe, batch=replace(recipe.batch, **larger))
+        unread = bool(planned) and planned == [item.shape for item in planned_batch(spec, other)]
+    except FsdptoolError:
+        return []  # some sizes are refused, so they are read
+    if not unread:
+        return []
+    options = " and ".join(f"--{name}" for name in given) + (" changes" if len(given) == 1 else " change")
+    return [
+        Diagnostic(
+            "PLN013",
+            "warning",
+            f"{options} nothing: the inputs of {spec.model_class} have no such size",
+            help="leave it out; give --seq-len where the model reads text",
         )
     ]
 

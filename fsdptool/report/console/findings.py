@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.rules import file_rules
@@ -139,8 +139,11 @@ def render_summary(verdict: Verdict, accepted: int = 0) -> str:
         text += f", {verdict.fixable} fixable (--fix, --unsafe-fixes)" if verdict.fixable else ""
     else:
         text += "no errors, no warnings"
-    if verdict.passed_over:
-        text += f"; {verdict.passed_over} of other programs skipped"
+    foreign = verdict.passed_over - verdict.unreadable
+    if foreign:
+        text += f"; {foreign} of other programs skipped"
+    if verdict.unreadable:
+        text += f"; {verdict.unreadable} not UTF-8 skipped"
     if accepted:
         text += f"; {accepted} old finding{'s' * (accepted != 1)} in the baseline"
     return text + "\n"
@@ -163,12 +166,14 @@ def _room(width: int | None) -> int | None:
 
 def reader_lines(reading: Reading) -> list[str]:
     """Return who reads a file and whether FSDP runs."""
-    lines = [f"{reading.path or '<text>'}: {reading.dialect or 'unknown'} file, read by {reading.consumer}"]
+    if reading.dialect is None:
+        return [f"{reading.path or '<text>'}: not explained"]
+    lines = [f"{reading.path or '<text>'}: {reading.dialect} file, read by {reading.consumer}"]
     if reading.version is not None:
         lines.append(f"FSDP version {reading.version} runs")
     elif any(item.code == "FSD116" for item in reading.diagnostics):
         lines.append("Whether FSDP runs is not known: a file was not read")
-    elif reading.dialect not in (None, "python"):
+    elif reading.dialect != "python":
         lines.append("FSDP does not run")
     return lines
 
@@ -183,6 +188,8 @@ def render_explanation(reading: Reading, run: DescribedRun | None = None, *, wid
     """
     lines = reader_lines(reading)
     findings = render_concise([reading]).splitlines()
+    if reading.dialect is None:
+        findings += [f"help: {item.help}" for item in reading.errors if item.help]
     if reading.effective:
         lines.append("")
         rows = [(item.key, printable(shown(item.value)), item.origin) for item in reading.effective]
@@ -258,4 +265,6 @@ def shown(value: Any) -> str:
         return "-"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {shown(item)}" for key, item in value.items()) or "-"
     return str(value)

@@ -206,7 +206,7 @@ def read_choice(
     canonical = table.get(str(value).upper())
     written = WRITTEN[name]
     if canonical is None:
-        meant = spelling.choice(
+        meant = spelling.near_choice(
             value, spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
         )
         lint.set(name, meant or ("none" if name == "wrap_policy" else "sharded"), entry=entry)

@@ -229,7 +229,8 @@ def _around(lint: LintContext) -> None:
             lint.set("mixed_precision", name, entry=entry)
             break
     else:
-        lint.set("mixed_precision", "no")
+        # ``bf16`` is ``auto`` unless the file says otherwise, which is bf16 on every GPU since Ampere.
+        lint.set("mixed_precision", "bf16" if root.get("bf16") is None else "no")
     checkpointing = root.get("gradient_checkpointing")
     offloading = root.get("activation_offloading")
     own = offloading is not None and offloading.node.value not in (None, False, "hidden_states")
@@ -383,7 +384,7 @@ def _choice(lint: LintContext, key: str, name: str, entry: Entry) -> None:
         lint.set(name, allowed[value], entry=entry)
         return
     table = spelling.WRAP_POLICIES if name == "wrap_policy" else spelling.STATE_DICT_TYPES
-    meant = spelling.choice(value, table)
+    meant = spelling.near_choice(value, table)
     written = next((text for text, canonical in allowed.items() if canonical == meant), None)
     lint.set(name, meant or next(iter(allowed.values())), entry=entry)
     lint.report_value(

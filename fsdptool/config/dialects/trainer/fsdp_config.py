@@ -423,7 +423,7 @@ def _policy(lint: LintContext, entry: Entry, value: Any) -> None:
     if value in exact if isinstance(value, str) else False:
         lint.set("wrap_policy", exact[value], entry=entry)
         return
-    meant = spelling.choice(value, spelling.WRAP_POLICIES)
+    meant = spelling.near_choice(value, spelling.WRAP_POLICIES)
     lint.set("wrap_policy", meant or "transformer", entry=entry)
     if meant is None and "." in str(value):
         lint.report_value(

@@ -1,0 +1,147 @@
+"""What somebody meets in the first hour with files of mixed quality: links, tabs, misspelt values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdptool.cli.app import run
+from fsdptool.config import read_settings
+
+FSDP2 = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_cpu_ram_efficient_loading: true
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+"""
+FSDP1 = FSDP2.replace("fsdp_version: 2", "fsdp_sharding_strategy: FULL_SHARD")
+AXOLOTL = "base_model: Qwen/Qwen2.5-7B\nfsdp_version: 2\nfsdp_config:\n  offload_params: false\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def messages(text: str) -> dict[str, str]:
+    Path("given.yaml").write_text(text)
+    return {item.code: item.message for item in read_settings("given.yaml").diagnostics}
+
+
+@pytest.mark.parametrize(
+    "command", [["validate", "--unsafe-fixes"], ["migrate"]], ids=["validate --unsafe-fixes", "migrate"]
+)
+def test_a_file_and_a_link_to_it_are_written_once(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file.yaml").write_text(FSDP1)
+    Path("link.yaml").symlink_to("file.yaml")
+
+    assert run([*command, "."]) == 0
+    assert "error" not in capsys.readouterr().err
+    assert "fsdp_version: 2" in Path("file.yaml").read_text()
+    assert Path("link.yaml").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("written", "broken", "said"),
+    [
+        ("  fsdp_version", "\tfsdp_version", "a tab indents this line"),
+        ("  fsdp_state_dict_type", "\tfsdp_state_dict_type", "a tab indents this line"),
+        ("bf16", "@bf16", "a value cannot start with '@': put it in quotes"),
+        ("bf16", "bf16: x", "put the value in quotes"),
+        ("  fsdp_state_dict_type", " fsdp_state_dict_type", "not indented as the lines"),
+        ("bf16", "bf16\x07", "the text holds U+0007"),
+    ],
+)
+def test_what_is_not_yaml_is_told_in_words_of_the_file(written: str, broken: str, said: str) -> None:
+    assert said in messages(FSDP2.replace(written, broken))["FSD104"]
+
+
+def test_a_list_of_processes_is_one_finding() -> None:
+    assert set(messages(FSDP2.replace("num_processes: 8", "num_processes: [8]"))) == {"FSD205"}
+
+
+@pytest.mark.parametrize(
+    ("right", "misspelt"),
+    [
+        ("TRANSFORMER_BASED_WRAP", "TRANSFORMR_BASED_WRAP"),
+        ("SHARDED_STATE_DICT", "SHARDED_STATEDICT"),
+    ],
+)
+def test_a_misspelt_choice_can_be_fixed_and_causes_no_other_finding(right: str, misspelt: str) -> None:
+    assert set(messages(FSDP2.replace(right, misspelt))) == {"FSD206"}
+    assert run(["validate", "--fix", "given.yaml"]) == 0
+    assert Path("given.yaml").read_text() == FSDP2
+
+
+def test_what_several_machines_lack_is_named() -> None:
+    text = FSDP2.replace("num_machines: 1", "num_machines: 2")
+    assert messages(text)["FSD329"] == "several machines without main_process_ip and main_process_port"
+    port = messages(text + "main_process_port: 29500\n")
+    assert port["FSD329"] == "several machines without main_process_ip"
+
+
+def test_a_folder_counts_files_that_are_not_utf8_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("shell.yaml").write_text(FSDP2, encoding="utf-16")
+    Path("compose.yaml").write_text("services:\n  web: {image: nginx}\n")
+    Path("good.yaml").write_text(FSDP2)
+
+    assert run(["validate", "."]) == 0
+    assert capsys.readouterr().out.endswith("; 1 of other programs skipped; 1 not UTF-8 skipped\n")
+
+
+def test_axolotl_trains_in_bf16_unless_the_file_says_otherwise() -> None:
+    def precision(lines: str) -> object:
+        Path("given.yaml").write_text(AXOLOTL + lines)
+        settings = read_settings("given.yaml").settings
+        assert settings is not None
+        return settings.mixed_precision
+
+    assert [precision(lines) for lines in ("", "bf16: auto\n", "bf16: false\n", "fp16: true\n")] == [
+        "bf16",
+        "bf16",
+        "no",
+        "fp16",
+    ]
+
+
+def test_what_is_not_explained_names_no_reader_and_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 8}')
+
+    assert run(["explain", "zero.json"]) == 1
+    out = capsys.readouterr().out
+    assert "read by" not in out
+    assert "a DeepSpeed configuration" in out
+    assert "help: " in out
+
+
+def test_explained_learning_is_not_a_dictionary_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("given.yaml").write_text(AXOLOTL + "learning_rate: 0.0002\nsequence_len: 128\nmicro_batch_size: 1\n")
+
+    assert run(["explain", "given.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "learning_rate 0.0002" in out
+    assert "{'" not in out
+
+
+@pytest.mark.parametrize(
+    "options", [["--gpus", "8", "--nodes", "3"], ["--gpus", "6", "--tp", "4"]], ids=["nodes", "tp"]
+)
+def test_counts_that_do_not_divide_come_with_a_remedy(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["emit-config", "gpt2:small", *options]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be divided evenly" in err
+    assert "help: " in err
