@@ -14,9 +14,8 @@ from fsdptool.records.advice import Suggestion
 from fsdptool.records.codec import to_json
 from fsdptool.records.diagnostic import envelope
 from fsdptool.records.plan import OWN_LOOP, Candidate
-from fsdptool.records.run import RunFailure, RunPhase, RunStatus, Summary
-from fsdptool.records.trace import Component
-from fsdptool.runs.events import copies_saves, event_path, largest_peak, read_lines
+from fsdptool.records.run import RunFailure, RunStatus, Summary
+from fsdptool.runs.events import event_path, largest_peak, read_lines
 from fsdptool.runs.folder import (
     CHECKPOINTS,
     LOGS,
@@ -27,6 +26,7 @@ from fsdptool.runs.folder import (
     write_json,
 )
 from fsdptool.runs.manifest import folder_name, newest_step
+from fsdptool.runs.view import as_it_ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +224,8 @@ def summarise(folder: Path, outcome: RunOutcome, *, units: int, mesh: Mapping[st
 
 
 def planned_peak(prediction: Candidate, folder: Path) -> int | None:
-    """Return the planned peak, without the copies of asynchronous saves if there were none before the end.
-
-    A plan of epochs does not know their steps, and counts the copies. A run that failed before its first save
-    has none, either.
-    """
-    whole = prediction.allocated_peak_bytes
-    if whole is None or copies_saves(read_lines(event_path(folder, 0))):
-        return whole
-    staged = sum(item.bytes or 0 for item in prediction.components if item.name == Component.STAGED)
-    before = (RunPhase.LOAD, RunPhase.FIRST_STEP)
-    early = [phase.allocated_bytes or 0 for phase in prediction.phases if phase.name in before]
-    return max(whole - staged, *early, 0)
+    """Return the planned peak of what the run has done."""
+    return as_it_ran(prediction, folder).allocated_peak_bytes
 
 
 def write_summary(folder: Path, summary: Summary) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fsdptool.records.diagnostic import library_versions, tool_version
 from fsdptool.records.plan import Candidate, Moment, Plan
 from fsdptool.records.run import RunPhase
 from fsdptool.runs.folder import read_prediction
+from fsdptool.runs.view import as_it_ran
 
 _PHASES = [phase.value for phase in RunPhase]
 
@@ -146,6 +147,7 @@ def _against_run(predicted: Candidate, left: str, folder: Path) -> Comparison:
             f"{folder} has no memory measurements of a step",
             help="a run measures its first steps; train at least two steps",
         )
+    predicted = as_it_ran(predicted, folder)
     expected = predicted.allocated_peak_bytes
     rates = summary.get("throughput", {})
     rows = [

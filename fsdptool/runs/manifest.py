@@ -108,7 +108,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise ConfigError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        why = f"is not a complete checkpoint: it has no {MANIFEST}" if folder.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"{folder} {why}", help="--resume auto takes the newest complete checkpoint of the run"
+        )
     try:
         raw = read_json(path)
     except UnreadableError as error:

@@ -11,7 +11,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -251,6 +251,32 @@ def _memory(
         {*predicted, *measured}, key=lambda name: order.index(name) if name in order else len(order)
     )
     return tuple(PhaseMemory(name, predicted.get(name), measured.get(name)) for name in names)
+
+
+def as_it_ran(plan: Candidate, folder: Path) -> Candidate:
+    """Return what was planned of the steps and saves that a run has made, and not of later ones.
+
+    A plan of epochs does not know their steps: it counts the copies of asynchronous saves, which a run makes
+    only before its end, and steps after the first, which find the optimizer's states.
+    """
+    whole = plan.allocated_peak_bytes
+    copies = copies_saves(read_lines(event_path(folder, 0)))
+    staged = sum(item.bytes or 0 for item in plan.components if item.name == Component.STAGED)
+    before = (RunPhase.LOAD, RunPhase.FIRST_STEP)
+    phases = tuple(
+        phase
+        if copies or phase.name in before or not phase.allocated_bytes
+        else replace(phase, allocated_bytes=max(phase.allocated_bytes - staged, 0))
+        for phase in plan.phases
+    )
+    taken = {line.get("step") for line in read_lines(folder / METRICS)}
+    if taken == {1} and any(phase.name == RunPhase.FIRST_STEP and phase.allocated_bytes for phase in phases):
+        reached = [phase.allocated_bytes or 0 for phase in phases if phase.name not in STEP_PHASES]
+        return replace(plan, phases=phases, allocated_peak_bytes=max(reached))
+    if whole is None or copies:
+        return plan
+    early = [phase.allocated_bytes or 0 for phase in phases if phase.name in before]
+    return replace(plan, phases=phases, allocated_peak_bytes=max(whole - staged, *early, 0))
 
 
 def _state(folder: Path, summary: Mapping[str, Any], ranks: Iterable[RankProgress], now: float) -> RunState:

@@ -28,7 +28,7 @@ from fsdptool.report.console.runs import sparkline
 from fsdptool.report.page.run import axis_ticks
 from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
-from fsdptool.runs.view import read_view
+from fsdptool.runs.view import as_it_ran, read_view
 from fsdptool.runs.watchdog import ProgressFile, read_progress, silent_ranks, waits_for_others
 
 NAME = "</title>[red]\x1b[31m"
@@ -148,6 +148,15 @@ def test_a_run_is_compared_with_what_was_planned_of_it(folder: Folder) -> None:
     assert planned_peak(early, folder.path) == 990, "the first step has no copy"
     folder.event(0, "checkpoint_started", step=20, asynchronous=True)
     assert planned_peak(candidate, folder.path) == 1010
+
+
+def test_a_run_of_one_step_is_compared_with_the_first_step_alone(folder: Folder) -> None:
+    """Later steps find the optimizer's states, and the only save makes no copy."""
+    (folder.path / "metrics.jsonl").write_text(folder.step(1))
+    candidate = replace(planned_candidate(), allocated_peak_bytes=1010)
+    ran = as_it_ran(candidate, folder.path)
+    assert ran.allocated_peak_bytes == 990
+    assert {phase.name: phase.allocated_bytes for phase in ran.phases}[RunPhase.SAVE] == 20
 
 
 def test_a_run_on_another_machine_lives_while_its_ranks_write(folder: Folder) -> None:
