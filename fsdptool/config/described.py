@@ -62,6 +62,8 @@ _SINGLE = frozenset([
     "master_port", "master_addr", "local_addr", "max_restarts",
 ])  # fmt: skip
 """Flags of ``torchrun`` that take one value: what follows it is another word."""
+_OF_TRL = re.compile(r"(?:^|[^a-z])(?:sft|dpo|kto|grpo|orpo|cpo|ppo|rloo|reward|rm)(?:[^a-z]|$)")
+"""Names of scripts that say which trainer of TRL they start."""
 _ASSIGNED = re.compile(r"\w=[\"']?$")
 _NAMED_AS = re.compile(r"\.(?:ya?ml|json|toml)$", re.IGNORECASE)
 
@@ -358,8 +360,11 @@ def _of_command(
 
 
 def _may_be_own(reader: RunFormat, file: RunFile) -> bool:
-    """Say whether a command is taken for one of TrainingArguments by some flags alone."""
-    return reader.name == "trainer" and script_of(file.launch.script) is None
+    """Say whether a command is taken for one of TrainingArguments, or of TRL, by some flags alone."""
+    script = file.launch.script
+    if reader.name == "trl":
+        return bool(script) and not file.launch.verb and not _OF_TRL.search(script.lower())
+    return reader.name == "trainer" and script_of(script) is None
 
 
 def _of_own_script(text: str, files: NamedFiles) -> DescribedRun | None:

@@ -51,6 +51,8 @@ _THROUGH = frozenset(
     f"builtins.{name}"
     for name in ("list", "tuple", "set", "sorted", "reversed", "iter", "filter", "int", "str", "next")
 )
+_REMOTE = ("remote", "local", "spawn", "remote_gen")
+"""Methods by which Modal calls a function elsewhere."""
 _DEPTH = 10
 
 
@@ -83,7 +85,10 @@ class Calls(ScriptState, ABC):
                 found[1], found[0].scope, value if _is_decorated(found[1], "classmethod") else None
             )
         if isinstance(value, Choice):
-            options = [self.attribute(option, name, node) for option in value.options]
+            chosen = value.options
+            if name == "module":  # of ``model.module if ddp else model``
+                chosen = tuple(item for item in chosen if made_by(item, *WRAPPERS)) or chosen
+            options = [self.attribute(option, name, node) for option in chosen]
             return joined(options, value.by_rank)
         if not isinstance(value, Thing):
             return Thing("unknown", label=name, node=node, sources=(value,), tags=_named(name))
@@ -237,6 +242,10 @@ class Calls(ScriptState, ABC):
             if isinstance(receiver, Library) and short(receiver.name) == "os.environ":
                 return self._environment_method(name, args, node)
             return self.call(self.attribute(receiver, name, node), args, keywords, places, partly, node)
+        if isinstance(receiver, Function) and name in _REMOTE:
+            return self.call(receiver, args, keywords, places, partly, node)
+        if isinstance(receiver, Choice) and (single := _single(receiver)) is not None:
+            receiver = single
         if isinstance(receiver, Thing):
             receiver.seen.add(name)
             own = receiver.parts.get(name)
@@ -562,6 +571,20 @@ class Calls(ScriptState, ABC):
             for key, value in args[0].items.items():
                 self.emit("environment", str(key), node, args=(value,))
         return Thing("unknown", node=node)
+
+
+def _single(value: Value) -> Thing | None:
+    """Return the object that each of several values is, perhaps wrapped; None where they differ."""
+    found: Thing | None = None
+    for item in flat(value):
+        if isinstance(item, Choice):
+            continue
+        while isinstance(item, Thing) and item.kind in WRAPPERS and isinstance(item.inner, Thing):
+            item = item.inner
+        if not isinstance(item, Thing) or item.owner is None or (found is not None and item is not found):
+            return None
+        found = item
+    return found
 
 
 def _held(*values: Value) -> frozenset[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
+from fsdptool.scripts.interpreter import Path
 from fsdptool.scripts.known_values import (
     BF16,
     LONGEST,
@@ -32,6 +33,7 @@ from fsdptool.scripts.values import (
     Choice,
     Class,
     Const,
+    Event,
     Function,
     Items,
     Library,
@@ -163,6 +165,11 @@ class RunInterpreter(LoadedSettings):
     ) -> dict[str, Value]:
         names = super()._bound(function, args, keywords, partly)
         for name, value in names.items():
+            option = made_by(value, "typer.Option", "typer.Argument")
+            if option is not None:  # what it is called without
+                value = option.args[0] if option.args else option.keywords.get("default", value)
+                value = self._default_of(constant(value), f"--{name}", option.node)
+                names[name] = value
             if isinstance(value, Const):
                 self._hold(name, value, function.node)
         return names
@@ -376,6 +383,8 @@ class RunInterpreter(LoadedSettings):
                 value = self.call(factory, (), {}, {}, False, node)
             elif "default" in field.keywords:
                 value = field.keywords["default"]
+            elif field.args and not is_constant(field.args[0], ...):
+                value = field.args[0]
             else:
                 return Thing("missing", label=name, node=node)
         return self._default_of(value.value, name, node) if isinstance(value, Const) else value
@@ -546,6 +555,43 @@ class RunInterpreter(LoadedSettings):
                 self.enter(made, (sample,), {}, node, partly=True)
             elif found is not None and found[1] not in self.called:
                 self.enter(Function(found[1], found[0].scope, made), (sample,), {}, node, partly=True)
+
+    def _from(self, root: Function, before: tuple[Event, ...]) -> Path:
+        """Follow a function that nothing calls: a command, whose defaults and flags count."""
+        form = root.node.args
+        names = [item.arg for item in (*form.posonlyargs, *form.args, *form.kwonlyargs)]
+        if root.bound is not None or not (form.defaults or form.kw_defaults):
+            return super()._from(root, before)
+        self.events = list(before)
+        mark = self.mark
+        given: dict[str, Value] = {
+            name: given_by(typed(self._flags[name]), f"--{name}", root.node)
+            for name in names
+            if name in self._flags
+        }
+        self._used.update(given)
+        self.enter(root, (), given, root.node)
+        path = Path(tuple(self.events), len(before), self.tree, tuple(self.classes), self.words)
+        self.take_back(mark)
+        return path
+
+    def of_options(self, function: Function) -> dict[str, Value]:
+        """Return the arguments that options of click give to the function that they decorate."""
+        given: dict[str, Value] = {}
+        for item in getattr(function.node, "decorator_list", ()):
+            if not isinstance(item, ast.Call) or ast.unparse(item.func) not in ("click.option", "option"):
+                continue
+            words = [str(constant(self.value(word))).partition("/")[0] for word in item.args]
+            keywords = {word.arg: self.value(word.value) for word in item.keywords if word.arg is not None}
+            if is_constant(keywords.get("is_flag"), True):
+                keywords["action"] = Const("store_true")
+            long = max(words, key=lambda word: word.count("-") if word.startswith("--") else 0, default="")
+            name = next((word for word in words if not word.startswith("-")), long.lstrip("-"))
+            name = name.replace("-", "_")
+            labels = tuple(Const(word) for word in words)
+            declared = Thing("declared", label=long or name, node=item, args=labels, keywords=keywords)
+            given[name] = self._argument(name, declared, None, [])
+        return given
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
         """Return what a function yields whose parameters are the arguments."""

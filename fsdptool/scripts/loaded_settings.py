@@ -38,9 +38,11 @@ class LoadedSettings(Imports):
         node: ast.AST,
         partly: bool = False,
     ) -> Value:
-        """Run a function of the script for a call; Hydra gives settings to the one that it decorates."""
+        """Run a function of the script for a call; decorators may give it arguments."""
         if not args and not keywords and (given := self._of_hydra(function)) is not None:
             args = (given,)
+        if not args and not keywords:
+            keywords = self.of_options(function)
         return super().enter(function, args, keywords, node, partly)
 
     def _of_hydra(self, function: Function) -> Value | None:
@@ -74,6 +76,11 @@ class LoadedSettings(Imports):
             known = resolved(data) if resolves and isinstance(data, dict) else data
             self._files[path] = as_value(known, path, node) if isinstance(known, dict) else None
         return self._files.get(path)
+
+    def of_options(self, function: Function) -> dict[str, Value]:
+        """Return the arguments that decorators of a command give to a function."""
+        del function
+        return {}
 
     def settings_of(self, name: str, args: Sequence[Value], node: ast.AST) -> Value | None:
         """Return what a function yields that loads or merges settings, or None."""

@@ -36,7 +36,7 @@ _LIGHTNING = {
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _PLUGIN = (
     "fsdp_version", "reshard_after_forward", "activation_checkpointing", "cpu_offload", "sharding_strategy",
-    "transformer_cls_names_to_wrap", "auto_wrap_policy",
+    "transformer_cls_names_to_wrap", "auto_wrap_policy", "mixed_precision_policy",
 )  # fmt: skip
 
 _STRATEGY = (
@@ -215,6 +215,8 @@ class ParallelismReader(ModelReader):
         self._strategy(
             made.keywords.get("sharding_strategy"), places.get("sharding_strategy", made.node), made.kind
         )
+        policy = made.keywords.get("mixed_precision_policy")
+        self._precision(policy, places.get("mixed_precision_policy"), f"{made.kind}.mixed_precision_policy")
         self.rest(self.event_of(made) or made, "FullyShardedDataParallelPlugin", _PLUGIN)
 
     def _compiled_by_accelerate(self, event: Event) -> tuple[str, ...]:

@@ -570,3 +570,120 @@ def test_values_that_grow_without_bound_are_left_open(kind: str) -> None:
     before = f"{COLUMNS}{GROWING[kind]}\n"
     run = trained(before, "'o', per_device_train_batch_size=2, report_to=x", "--columns", "a", "b")
     assert (run.model, run.micro_batch) == ("gpt2", 2)
+
+
+COMMAND = """
+import click, modal, torch, typer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+DECORATORS
+def main(PARAMETERS):
+    model = AutoModelForCausalLM.from_pretrained(name)
+    Trainer(model, TrainingArguments("o", per_device_train_batch_size=rows)).train()
+END
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorators", "parameters", "end", "words"),
+    [
+        ("@app.command()", "name: str = 'gpt2', rows: int = typer.Option(3)", "app()", ()),
+        ("@app.command()", "name: str = typer.Option('gpt2', '--name'), rows: int = 1", "", ("--rows", "3")),
+        ("@app.function(gpu='H100')", "name, rows=1", "main.remote('gpt2', rows=3)", ()),
+        (
+            "@click.command()\n@click.option('--name', default='gpt2')\n@click.option('-b', 'rows', default=3)",
+            "name, rows",
+            "main()",
+            (),
+        ),
+        (
+            "@click.command()\n@click.option('--name', default='a')\n@click.option('--rows', '-r', type=int)",
+            "name, rows",
+            "main()",
+            ("--name", "gpt2", "-r", "3"),
+        ),
+    ],
+)
+def test_commands_of_click_typer_and_modal_have_their_defaults(
+    decorators: str, parameters: str, end: str, words: tuple[str, ...]
+) -> None:
+    text = COMMAND.replace("DECORATORS", decorators).replace("PARAMETERS", parameters).replace("END", end)
+    run = described(text, *words)
+    assert (run.model, run.micro_batch, run.problems) == ("gpt2", 3, ())
+
+
+def test_the_first_argument_of_a_field_is_its_default() -> None:
+    text = """
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+class Own(BaseModel):
+    rows: int = Field(5, ge=1)
+    steps: int = Field(..., ge=1)
+
+own = Own(steps=2)
+args = TrainingArguments("o", per_device_train_batch_size=own.rows, gradient_accumulation_steps=own.steps)
+Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), args).train()
+"""
+    run = described(text)
+    assert (run.micro_batch, run.accumulation) == (5, 2)
+
+
+def test_the_module_below_a_wrapper_that_a_condition_adds_makes_the_optimizer() -> None:
+    text = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def optimizer(self, rate):
+        return torch.optim.AdamW(self.parameters(), lr=rate, fused=True)
+
+ddp = int(os.environ.get("RANK", -1)) != -1
+model = Net()
+if ddp:
+    model = DDP(model)
+raw = model.module if ddp else model
+optimizer = raw.optimizer(1e-3)
+for batch in loader(batch_size=4):
+    model(batch).backward()
+    optimizer.step()
+"""
+    assert described(text).optimizer == "adamw_torch_fused"
+
+
+def test_the_precision_of_a_plugin_is_read() -> None:
+    text = """
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecision
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy))
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+"""
+    run = described(text + LOOP)
+    assert (run.fsdp, run.compute_dtype, run.reduce_dtype, run.problems) == (1, "bf16", "fp32", ())
+
+
+def test_a_script_of_trls_trainers_says_which_one_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        """
+from transformers import AutoModelForCausalLM
+from trl import KTOConfig, KTOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+script, args, config = TrlParser((ScriptArguments, KTOConfig, ModelConfig)).parse_args_and_config()
+model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path)
+KTOTrainer(model, args=args, train_dataset=rows, peft_config=get_peft_config(config)).train()
+""",
+        encoding="utf-8",
+    )
+    start = tmp_path / "start.sh"
+    words = "--model_name_or_path Qwen/Qwen2.5-7B --dataset_name d --use_peft --lora_r 24 --max_length 512"
+    start.write_text(f"accelerate launch --num_processes 8 own.py {words}\n", encoding="utf-8")
+    run = describe_path(start)
+    assert run is not None
+    assert (run.objective, run.processes, run.sequence_length) == ("kto", 8, 512)
