@@ -469,3 +469,15 @@ def test_scripts_of_others_have_no_length_but_tell_what_they_freeze(
     assert run is not None
     assert run.sequence_length == length
     assert {item.key for item in run.keys.not_modelled} == told
+
+
+def test_a_variable_beside_a_file_of_accelerate_is_not_judged(tmp_path: Path) -> None:
+    file = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nnum_machines: 1\n"
+    (tmp_path / "acc.yaml").write_text(f"{file}fsdp_config: {{fsdp_version: 2}}\n", encoding="utf-8")
+    start = tmp_path / "start.sh"
+    ranks = "--num_machines $N --num_processes $((N * 4)) --machine_rank $R"
+    start.write_text(f"accelerate launch --config_file acc.yaml {ranks} t.py\n", encoding="utf-8")
+    codes = {finding.code for finding in read_settings(start).diagnostics}
+    assert "FSD205" not in codes
+    start.write_text("accelerate launch --config_file acc.yaml --num_machines two t.py\n", encoding="utf-8")
+    assert "FSD205" in {finding.code for finding in read_settings(start).diagnostics}

@@ -574,6 +574,7 @@ def test_values_that_grow_without_bound_are_left_open(kind: str) -> None:
 
 COMMAND = """
 import click, modal, torch, typer
+from click import option
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 DECORATORS
@@ -591,7 +592,7 @@ END
         ("@app.command()", "name: str = typer.Option('gpt2', '--name'), rows: int = 1", "", ("--rows", "3")),
         ("@app.function(gpu='H100')", "name, rows=1", "main.remote('gpt2', rows=3)", ()),
         (
-            "@click.command()\n@click.option('--name', default='gpt2')\n@click.option('-b', 'rows', default=3)",
+            "@click.command()\n@click.option('--name', default='gpt2')\n@option('-b', 'rows', default=3)",
             "name, rows",
             "main()",
             (),
