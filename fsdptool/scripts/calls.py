@@ -45,7 +45,8 @@ PARTS = frozenset({
 })  # fmt: skip
 WRAPPERS = frozenset({
     "FullyShardedDataParallel", "DistributedDataParallel", "get_peft_model", "PeftModel.from_pretrained",
-    "checkpoint_wrapper", "prepare_model_for_kbit_training", *(f"{name}.get_peft_model" for name in UNSLOTH),
+    "checkpoint_wrapper", "prepare_model_for_kbit_training", "prepare_model_for_int8_training",
+    *(f"{name}.get_peft_model" for name in UNSLOTH),
 })  # fmt: skip
 _THROUGH = frozenset(
     f"builtins.{name}"
@@ -324,6 +325,8 @@ class Calls(ScriptState, ABC):
         if name in ("get", "pop", "setdefault") and args and is_key(args[0]):
             found = table.items.get(args[0].value)
             if found is not None:
+                if name == "pop":
+                    self.drop(table.items, args[0].value)
                 return found
             value = args[1] if len(args) > 1 and table.whole else Thing("unknown", node=node)
             if name == "setdefault":

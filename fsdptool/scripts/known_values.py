@@ -141,6 +141,8 @@ def typed(word: str | list[str]) -> object:
         return [typed(item) for item in word]
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
+    if re.fullmatch(r"\[[^\[\]{}]*\]", word):  # fire and Hydra
+        return [typed(item.strip(" '\"")) for item in word[1:-1].split(",") if item.strip()]
     for kind in (int, float):
         try:
             return kind(word)

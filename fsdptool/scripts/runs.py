@@ -413,7 +413,9 @@ class _Reader(ParallelismReader):
         # peft 0.21 utils/other.py enables it, too, unless it is told not to.
         enabled += [
             event
-            for event in self.facts.calls("prepare_model_for_kbit_training")
+            for event in self.facts.calls(
+                "prepare_model_for_kbit_training", "prepare_model_for_int8_training"
+            )
             if not is_constant(event.get("use_gradient_checkpointing", 1), False)
         ]
         for event in enabled:

@@ -75,6 +75,10 @@ class ScriptState:
         self._journal.append((where, key, where.get(key, _MISSING)))
         where[key] = value
 
+    def drop(self, where: dict[Any, Value], key: Any) -> None:
+        """Take a name or a key away, so that a branch can be taken back."""
+        self._journal.append((where, key, where.pop(key)))
+
     def take_back(self, mark: int) -> dict[tuple[int, Any], tuple[dict[Any, Value], Any]]:
         """Undo what was stored since a mark; return what each place held."""
         changed: dict[tuple[int, Any], tuple[dict[Any, Value], Any]] = {}

@@ -161,3 +161,42 @@ for batch in DataLoader(rows, batch_size=2):
 def test_classes_that_the_model_names_are_its_layers(lines: str, expected: tuple[str, ...] | None) -> None:
     run = described(WRAPPED.replace("CLASSES", lines))
     assert (run.fsdp, run.wrap_classes, run.problems) == (1, expected, ())
+
+
+def test_what_is_popped_is_gone() -> None:
+    lines = """
+@dataclass
+class Inner:
+    rows: int = 2
+    length: int = 640
+
+@dataclass
+class Own:
+    inner: Inner
+    steps: int = 1
+
+given = {"inner": {"rows": 4}, "steps": 9}
+own = Own(inner=Inner(**given.pop("inner")), **given)
+taken = {"per_device_train_batch_size": own.inner.rows, "max_length": own.inner.length}
+taken["gradient_accumulation_steps"] = own.steps
+"""
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.sequence_length, run.accumulation, run.problems) == (4, 640, 9, ())
+
+
+def test_a_list_on_the_command_line_of_fire_is_a_list() -> None:
+    text = """
+import fire
+from peft import LoraConfig, get_peft_model, prepare_model_for_int8_training
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+def train(targets=("q_proj", "v_proj")):
+    model = AutoModelForCausalLM.from_pretrained("gpt2", load_in_8bit=True)
+    model = get_peft_model(prepare_model_for_int8_training(model), LoraConfig(target_modules=targets))
+    Trainer(model, TrainingArguments("o")).train()
+
+fire.Fire(train)
+"""
+    run = described(text, "--targets", "[k_proj, 'o_proj']")
+    assert (run.model, run.method, run.lora_targets) == ("gpt2", "lora8bit", ("k_proj", "o_proj"))
+    assert run.gradient_checkpointing == "full"
