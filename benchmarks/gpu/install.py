@@ -27,17 +27,8 @@ def install(site: Path, wheels: Path | None) -> None:
     site.mkdir(parents=True, exist_ok=True)
     files = sorted(wheels.glob("*.whl")) if wheels is not None else []
     if files:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-        ]
-        command += ["--no-cache-dir", "--upgrade", "--target", str(site), *map(str, files)]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+        command += ["--no-compile", "--no-cache-dir", "--target", str(site), *map(str, files)]
         subprocess.run(command, check=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = site / f"{project['name']}-{project['version']}.dist-info"

@@ -84,20 +84,8 @@ def join_hosts() -> None:
         place = Path("/etc/netns") / host
         place.mkdir(parents=True, exist_ok=True)
         (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
-    ip(
-        "link",
-        "add",
-        "fsdptool0",
-        "netns",
-        HOSTS[0],
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "fsdptool0",
-        "netns",
-        HOSTS[1],
-    )
+    link = ("type", "veth", "peer", "name", "fsdptool0", "netns", HOSTS[1])
+    ip("link", "add", "fsdptool0", "netns", HOSTS[0], *link)
     for host, address in zip(HOSTS, ADDRESSES, strict=True):
         ip("-n", host, "address", "add", f"{address}/24", "dev", "fsdptool0")
         ip("-n", host, "link", "set", "fsdptool0", "up")

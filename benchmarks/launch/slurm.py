@@ -96,18 +96,8 @@ class Cluster:
     def on(self, host: str, *argv: str) -> list[str]:
         """Return what runs a command on a host; not ``ip netns exec``, which hides the control groups."""
         there = f'mount --bind /etc/netns/{host}/hosts /etc/hosts; hostname {host}; exec "$@"'
-        return [
-            "nsenter",
-            f"--net=/run/netns/{host}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            there,
-            "-",
-            *argv,
-        ]
+        entered = ["nsenter", f"--net=/run/netns/{host}", "unshare", "--uts", "--mount"]
+        return [*entered, "sh", "-c", there, "-", *argv]
 
     def begin(self) -> None:
         """Start every daemon and wait for the nodes."""

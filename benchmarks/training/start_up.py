@@ -91,15 +91,8 @@ def main() -> None:
                 folder / "stepped",
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)),
-                    *(
-                        "--rdzv-backend",
-                        "c10d",
-                        "--rdzv-endpoint",
-                        "127.0.0.1:0",
-                        "--local-addr",
-                        "127.0.0.1",
-                    ),
-                    *("rival.py", str(folder)),
+                    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+                    *("--local-addr", "127.0.0.1", "rival.py", str(folder)),
                 ],
             ),
         }

@@ -113,17 +113,8 @@ def configure(folder: Path) -> dict[str, Any]:
 def train(folder: Path, recipe: str) -> dict[str, Any]:
     """Train on two processes, stop in the middle, resume, and export; or be refused, with the reason."""
     target, work = folder / recipe, RECIPES / recipe
-    command = [
-        sys.executable,
-        "-m",
-        "fsdptool",
-        "train",
-        str(work),
-        "--config",
-        str(CONFIG),
-        "-o",
-        str(target),
-    ]
+    tool = [sys.executable, "-m", "fsdptool"]
+    command = [*tool, "train", str(work), "--config", str(CONFIG), "-o", str(target)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + LIMIT_SECONDS
     metrics = target / "metrics.jsonl"

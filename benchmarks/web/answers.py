@@ -16,17 +16,15 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import sync_playwright
-from screenshots import FILES, LLAMA, PAGES, add_runs
+from screenshots import FILES, LLAMA, PAGES, add_runs, visiting, write_files
 
 from fsdptool.launch.queue.entries import Queue
 from fsdptool.records.diagnostic import library_versions, tool_version
@@ -34,7 +32,7 @@ from fsdptool.web.jobs import Jobs
 from fsdptool.web.roots import Roots
 from fsdptool.web.scheduling import QueueRunner
 from fsdptool.web.security import Limits, Policy, WebSession
-from fsdptool.web.server import Address, Interface, build_app
+from fsdptool.web.server import build_app
 
 HOST = "127.0.0.1:8400"
 TIMES = 15
@@ -70,19 +68,13 @@ _COUNT = """seconds => new Promise((resolve) => {
 })"""
 
 
-def write_files(work: Path) -> None:
-    """Write the example files of the screenshots, and a folder of many configurations."""
-    for name, text in FILES.items():
-        path = work / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+def many_files() -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of many configurations; a third of them has a misspelt key."""
     for number in range(CONFIGURATIONS):
         text = LLAMA.replace("num_processes: 8", f"num_processes: {number + 1}")
         if number % 3 == 0:
             text = text.replace("reshard_after_forward: true", "reshard_after_forwrd: false")
-        path = work / "many" / f"team-{number // 10}" / f"run-{number}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        yield f"many/team-{number // 10}/run-{number}.yaml", text
 
 
 def measure(client: Any, address: str) -> dict[str, Any]:
@@ -119,31 +111,16 @@ def answer_times(work: Path, queue: Queue) -> list[dict[str, Any]]:
         jobs.close()
 
 
-def count_frames(work: Path, queue: Queue) -> dict[str, Any]:
+def count_frames() -> dict[str, Any]:
     """Return how smoothly a browser follows the pointer over the curves of 10,000 steps."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser")
-    if program is None:
-        raise SystemExit("Chromium is not installed")
-    address = Address(port=0)
-    interface = Interface(Roots([work]), address, announce=lambda text: None, queue=QueueRunner(queue))
-    server = threading.Thread(target=interface.run, kwargs={"warm": False}, daemon=True)
-    server.start()
-    try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(
-                executable_path=program, args=["--no-sandbox", "--disable-gpu"]
-            )
-            page = browser.new_page(viewport={"width": 1280, "height": 900})
-            opened = interface.new_address()
-            page.goto(opened)
-            page.goto(opened.partition("/open")[0] + PAGES["run"])
-            page.locator("#curves .u-over").first.wait_for()
-            counted: dict[str, Any] = page.evaluate(_COUNT, FRAMES_SECONDS)
-            browser.close()
-        return {"steps": 10_000, "seconds": FRAMES_SECONDS, **counted}
-    finally:
-        interface.server.should_exit = True
-        server.join(60)
+    with visiting() as (browser, interface):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened = interface.new_address()
+        page.goto(opened)
+        page.goto(opened.partition("/open")[0] + PAGES["run"])
+        page.locator("#curves .u-over").first.wait_for()
+        counted: dict[str, Any] = page.evaluate(_COUNT, FRAMES_SECONDS)
+    return {"steps": 10_000, "seconds": FRAMES_SECONDS, **counted}
 
 
 def main(output: Path) -> None:
@@ -151,10 +128,9 @@ def main(output: Path) -> None:
     output = output.resolve()
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         work = Path(place, "work")
-        write_files(work)
-        queue = add_runs(work, Queue(Path(place, "queue")))
-        rows = answer_times(work, queue)
-        frames = count_frames(work, queue)
+        write_files(work, {**FILES, **dict(many_files())})
+        rows = answer_times(work, add_runs(work, Queue(Path(place, "queue"))))
+    frames = count_frames()
     document = {
         "benchmark": "web/answers",
         "hardware": {

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,14 @@ def settle(page: Any, address: str) -> None:
     page.evaluate(_LOAD_PICTURES)
 
 
+def write_files(work: Path, files: Mapping[str, str]) -> None:
+    """Write files into a folder and the folders below it."""
+    for name, text in files.items():
+        path = work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
 def add_runs(work: Path, queue: Queue) -> Queue:
     """Write a long run and one that failed, and queue three that share GPUs; they are held."""
     make_run(work / "runs" / "long", steps=10_000, model="llama3:8b")
@@ -158,10 +166,7 @@ def visiting() -> Iterator[tuple[Any, Interface]]:
     # Commands on the pages name files as they are from here.
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         work = Path(place, "work")
-        for name, text in FILES.items():
-            path = work / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        write_files(work, FILES)
         queue = add_runs(work, Queue(Path(place, "queue")))
         address = Address(port=0)
         interface = Interface(Roots([work]), address, announce=lambda text: None, queue=QueueRunner(queue))

@@ -206,22 +206,22 @@ def read_blocks(path: str | Path, *, size: int = 1 << 20) -> Iterator[str]:
         raise UnreadableError("FSD101", f"the file cannot be read: {error.strerror or error}") from error
 
 
-def read_csv(path: Path, *, limit: int = CSV_LIMIT) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of a CSV or TSV file by the names in its first one, each with its last line's number.
 
     Raises:
-        UnreadableError: As :func:`read_lines`, or a row has more than ``limit`` characters.
+        UnreadableError: As :func:`read_lines`, or a row has more than :data:`CSV_LIMIT` characters.
         csv.Error: It is not CSV, or a field is longer than Python's limit.
     """
     held = 0
 
     def lines() -> Iterator[str]:
         nonlocal held
-        for line in read_lines(path, limit=limit, newline=""):
+        for line in read_lines(path, limit=CSV_LIMIT, newline=""):
             held += len(line.strip("\r\n"))
             # A field in quotes may go over any number of lines, and a row may have any number of fields.
-            if held > limit:
-                raise UnreadableError("FSD102", f"a row has more than {limit:,} characters")
+            if held > CSV_LIMIT:
+                raise UnreadableError("FSD102", f"a row has more than {CSV_LIMIT:,} characters")
             yield line
 
     reader = csv.DictReader(lines(), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")

@@ -39,7 +39,6 @@ def inspect(
     *,
     wrap: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    dtype: str | None = None,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Anatomy:
@@ -49,14 +48,13 @@ def inspect(
         spec: What to inspect.
         wrap: Classes to wrap instead of the detected ones.
         exclude: Classes never to wrap.
-        dtype: torch dtype name the parameters are built in; None is ``float32``.
         use_cache: Whether to read and keep cached answers.
         refresh: Ignore and overwrite the cached result.
 
     Raises:
         ModelError: The model cannot be built, or a named class is not in it.
     """
-    inspection = examine(spec, wrap=wrap, exclude=exclude, dtype=dtype, use_cache=use_cache, refresh=refresh)
+    inspection = examine(spec, wrap=wrap, exclude=exclude, use_cache=use_cache, refresh=refresh)
     return replace(inspection.anatomy, diagnostics=inspection.anatomy.diagnostics + inspection.store)
 
 
@@ -65,13 +63,12 @@ def examine(
     *,
     wrap: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    dtype: str | None = None,
     use_cache: bool = True,
     refresh: bool = False,
 ) -> Inspection:
     """Do what :func:`inspect` does and also say whether the cache had it."""
     store = Store() if use_cache or refresh else None
-    key = store.key(cache_parts(spec, dtype)) if store else ""
+    key = store.key(cache_parts(spec)) if store else ""
     findings: tuple[Diagnostic, ...] = ()
     anatomy = None
     if store is not None and not refresh:
@@ -82,7 +79,7 @@ def examine(
         from fsdptool.inspection.build import build
 
         with without_gc():
-            model = build(spec, dtype=dtype, initialise=False)
+            model = build(spec, initialise=False)
             anatomy = describe(model, spec)
         if store is not None and not any(finding.code == "CACHE001" for finding in findings):
             findings += store.put(KIND, key, encode(anatomy), about=_about(spec))
@@ -168,7 +165,7 @@ def resized(anatomy: Anatomy) -> Anatomy:
     return replace(anatomy, wrap=replace(anatomy.wrap, candidates=tuple(candidates)))
 
 
-def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
+def cache_parts(spec: ModelSpec) -> dict[str, Any]:
     """Return everything an inspection depends on, as JSON values for the cache key."""
     return {
         "config": to_json(spec.config),
@@ -182,7 +179,6 @@ def cache_parts(spec: ModelSpec, dtype: str | None = None) -> dict[str, Any]:
         "trust_remote_code": spec.trust_remote_code,
         "code": own_code_digest(spec),
         "vae": pixels_per_latent(spec),
-        "dtype": dtype,
         "plugin": family_digest(spec.family),
         "libraries": library_versions(),
         "tool": f"{tool_version()}:{source_digest(__name__)}",

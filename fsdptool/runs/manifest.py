@@ -280,14 +280,14 @@ def lost_steps(folder: Path) -> int:
     return sum("step" in line for line in read_lines(folder / METRICS))
 
 
-def newest_good(folder: Path, *, deep: bool = True) -> tuple[Path, Manifest] | None:
+def newest_good(folder: Path) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint in ``folder`` that is complete and undamaged, or None."""
     for path in list_checkpoints(folder):
         try:
             manifest = read_manifest(path)
         except ConfigError:
             continue
-        if check_checkpoint(path, manifest, deep=deep) is None:
+        if check_checkpoint(path, manifest) is None:
             return path, manifest
     return None
 

@@ -109,9 +109,9 @@ def judge_folder(roots: Roots, name: str) -> Iterator[JudgedFile]:
             return
 
 
-def judge_text(text: str, name: str = "the pasted text") -> Reading:
+def judge_text(text: str) -> Reading:
     """Return the reading of a text that is not a file."""
-    return _read_once(SourceText(text, name), ())
+    return _read_once(SourceText(text, "the pasted text"), ())
 
 
 def _judged(linter: Linter, path: Path, name: str, *, named: bool, judged: Mapping[str, str]) -> JudgedFile:

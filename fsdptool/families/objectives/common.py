@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdptool.errors import ConfigError
@@ -22,10 +22,9 @@ NOT_INPUTS = frozenset(
 """Batch keys an objective keeps from the model; every other tensor is an argument of its forward."""
 
 
-def inputs(batch: Mapping[str, Tensor], without: Iterable[str] = ()) -> dict[str, Any]:
+def inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the tensors of ``batch`` that are arguments of the model's forward."""
-    hidden = NOT_INPUTS.union(without)
-    return {name: tensor for name, tensor in batch.items() if name not in hidden}
+    return {name: tensor for name, tensor in batch.items() if name not in NOT_INPUTS}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
