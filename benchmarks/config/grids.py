@@ -147,28 +147,20 @@ class Answer:
 
 
 FSDP_VALUES: Mapping[str, tuple[str, ...]] = {
-    "fsdp_version": VERSIONS,
-    "fsdp_auto_wrap_policy": POLICIES,
-    "fsdp_transformer_layer_cls_to_wrap": CLASSES,
-    "fsdp_min_num_params": COUNTS,
-    "fsdp_state_dict_type": STATE_DICTS,
-    "fsdp_sharding_strategy": STRATEGIES,
+    "fsdp_version": VERSIONS, "fsdp_auto_wrap_policy": POLICIES,
+    "fsdp_transformer_layer_cls_to_wrap": CLASSES, "fsdp_min_num_params": COUNTS,
+    "fsdp_state_dict_type": STATE_DICTS, "fsdp_sharding_strategy": STRATEGIES,
     "fsdp_reshard_after_forward": tuple(dict.fromkeys((*TRUTH, *STRATEGIES))),
-    "fsdp_backward_prefetch": PREFETCHES,
-    "fsdp_ignored_modules": IGNORED,
+    "fsdp_backward_prefetch": PREFETCHES, "fsdp_ignored_modules": IGNORED,
     **dict.fromkeys(
         (
-            "fsdp_offload_params",
-            "fsdp_cpu_ram_efficient_loading",
-            "fsdp_activation_checkpointing",
-            "fsdp_activation_checkpointing_offload",
-            "fsdp_forward_prefetch",
-            "fsdp_use_orig_params",
+            "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing",
+            "fsdp_activation_checkpointing_offload", "fsdp_forward_prefetch", "fsdp_use_orig_params",
             "fsdp_sync_module_states",
         ),
         TRUTH,
     ),
-}
+}  # fmt: skip
 TOP_VALUES: Mapping[str, tuple[str, ...]] = {
     "mixed_precision": PRECISIONS,
     "num_processes": PROCESSES,
@@ -380,43 +372,23 @@ JSON_TRUTH: tuple[Any, ...] = (
 )  # fmt: skip
 FSDP_CONFIG: Mapping[str, tuple[Any, ...]] = {
     "version": (1, 2, "1", "2", 3, 0, "v2", 2.0, "2.0", None, "", True, " 2", "02", [2]),
-    "reshard_after_forward": (*JSON_TRUTH, *STRATEGIES),
-    "auto_wrap_policy": (*POLICIES, None, 0, True, []),
+    "reshard_after_forward": (*JSON_TRUTH, *STRATEGIES), "auto_wrap_policy": (*POLICIES, None, 0, True, []),
     "transformer_layer_cls_to_wrap": (
-        *CLASSES,
-        None,
-        ["A"],
-        ["A", "B"],
-        ["A,B"],
-        ["A, B"],
-        [],
-        [""],
-        ["None"],
-        5,
-        True,
-        [5],
-        ["a.b.A"],
+        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], ["A, B"], [], [""], ["None"], 5, True, [5], ["a.b.A"],
     ),
     "min_num_params": (0, 5, 2000, -5, "2000", "1e8", None, "", 1.5, 2000.0, -1.5, True, False, "None", [1]),
-    "state_dict_type": (*STATE_DICTS, None, 1, 2, 3, 4, 0, True, 1.0, []),
-    "forward_prefetch": JSON_TRUTH,
+    "state_dict_type": (*STATE_DICTS, None, 1, 2, 3, 4, 0, True, 1.0, []), "forward_prefetch": JSON_TRUTH,
     "backward_prefetch": (*PREFETCHES, None, 1, 2, True, False, []),
-    "sharding_strategy": (*STRATEGIES, None, 1, 2),
-    "xla": JSON_TRUTH,
-    "xla_fsdp_v2": (True, False, "false", None),
-    "xla_fsdp_grad_ckpt": (True, False, "false", None),
+    "sharding_strategy": (*STRATEGIES, None, 1, 2), "xla": JSON_TRUTH,
+    "xla_fsdp_v2": (True, False, "false", None), "xla_fsdp_grad_ckpt": (True, False, "false", None),
     **dict.fromkeys(
         (
-            "cpu_offload",
-            "cpu_ram_efficient_loading",
-            "activation_checkpointing",
-            "use_orig_params",
-            "sync_module_states",
-            "limit_all_gathers",
+            "cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing", "use_orig_params",
+            "sync_module_states", "limit_all_gathers",
         ),
         JSON_TRUTH,
     ),
-}
+}  # fmt: skip
 SWITCH: tuple[Any, ...] = (
     True, False, None, "", "true", "false", 1, 0, "1", [], {}, "full_shard", "shard_grad_op", "hybrid_shard",
     "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap", "full_shard auto_wrap", "full_shard offload",
@@ -493,38 +465,10 @@ TUNER: Mapping[str, tuple[Any, ...]] = {
     "fsdp_state_dict_type": (*STATE_DICTS, None, 1, True, [], " SHARDED_STATE_DICT "),
     "fsdp_auto_wrap_policy": (*POLICIES, None, 0, True, False, []),
     "fsdp_transformer_layer_cls_to_wrap": (
-        *CLASSES,
-        None,
-        ["A"],
-        ["A", "B"],
-        ["A,B"],
-        [],
-        [""],
-        5,
-        True,
-        False,
-        {},
-        "Nope",
-        "false",
+        *CLASSES, None, ["A"], ["A", "B"], ["A,B"], [], [""], 5, True, False, {}, "Nope", "false",
     ),
     "context_parallel_size": (
-        1,
-        2,
-        4,
-        3,
-        0,
-        -1,
-        "2",
-        2.0,
-        "2.0",
-        None,
-        "",
-        "two",
-        True,
-        False,
-        " 2",
-        [2],
-        "None",
+        1, 2, 4, 3, 0, -1, "2", 2.0, "2.0", None, "", "two", True, False, " 2", [2], "None",
     ),
     "context_parallel_comm_strategy": (*ROTATIONS, None, True, " alltoall"),
     "mixed_precision": ("no", "fp16", "bf16", "fp8", "fp32", "BF16", None, "", False, True, "None", " bf16"),
@@ -532,16 +476,12 @@ TUNER: Mapping[str, tuple[Any, ...]] = {
     "num_machines": (1, 2, "1", None, "", 1.0, "one"),
     **dict.fromkeys(
         (
-            "fsdp_enable",
-            "fsdp_reshard_after_forward",
-            "fsdp_cpu_ram_efficient_loading",
-            "fsdp_cpu_offload",
-            "fsdp_activation_checkpointing",
-            "fsdp_limit_all_gathers",
+            "fsdp_enable", "fsdp_reshard_after_forward", "fsdp_cpu_ram_efficient_loading", "fsdp_cpu_offload",
+            "fsdp_activation_checkpointing", "fsdp_limit_all_gathers",
         ),
         JSON_TRUTH,
     ),
-}
+}  # fmt: skip
 
 
 def simpletuner_cases() -> Iterator[Case]:

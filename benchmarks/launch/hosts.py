@@ -43,15 +43,9 @@ PATIENCE_SECONDS = 600.0
 """How long a run may take to start and to end, or to come to the step at which the cable is cut."""
 
 MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 262,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 262,
+}  # fmt: skip
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = (EXAMPLES / "configs" / "two_cpu_processes.yaml").read_text(encoding="utf-8")
