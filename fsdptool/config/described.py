@@ -89,9 +89,10 @@ def describe_run(
         ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
     """
     if (source.path or "").endswith(SCRIPTS):
-        from fsdptool.config.script_runs import describe_script
+        from fsdptool.config.script_runs import describe_notebook, describe_script
 
-        run = describe_script(source, words, load=loader(files or default_files(source.path)))
+        files = files or default_files(source.path)
+        run = describe_script(source, words, load=loader(files)) or describe_notebook(source, files)
         return _with_family(run) if run is not None else None
     return describe_written(source, program=program, files=files, version=version).run
 

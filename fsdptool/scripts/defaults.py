@@ -491,6 +491,9 @@ class RunInterpreter(LoadedSettings):
             return Const(True)
         if name == "torch.cuda.get_device_capability":
             return Items([given_by(number, _ON_GPU, node) for number in (8, 0)])
+        if name == "notebook_launcher" and isinstance(first, Function):
+            given = args[1] if len(args) > 1 else keywords.get("args")
+            return self.enter(first, given.values if isinstance(given, Items) else (), {}, node)
         if (loaded := self.settings_of(name, args, node)) is not None:
             return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:

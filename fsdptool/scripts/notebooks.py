@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import ast
+import re
+import shlex
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fsdptool.files.values import load_json
+
+_PYTHON = re.compile(r"%%(?:time|timeit|capture|prun|memit)\b")
+"""Magics of a whole cell that is Python all the same."""
+_WRITES = re.compile(r"%%(?:writefile|file)\s+(?!-a\b)([\w./~-]+)\s*$")
+_VARIABLE = re.compile(
+    r"""(?:%(?:set_)?env\s+(\w+)[=\s](?!\$)(.+)|os\.environ\[["'](\w+)["']\]\s*=\s*["'](.*)["'])$"""
+)
+_CONSTANT = re.compile(r"""([A-Za-z_]\w*)\s*=\s*("[^"\\]*"|'[^'\\]*'|-?\d[\d.e-]*)\s*(?:\#.*)?$""")
+_NAMED = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+"""A name of Python in a command: IPython puts its value there."""
+_END = "END_OF_CELL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +60,9 @@ def read_notebook(text: str) -> Notebook | None:
         if not isinstance(cell, dict):
             continue
         start = starts[_index(lists, cell)] if known and cell.get("source") else None
-        source = cell.get("source")
-        code = "".join(map(str, source)) if isinstance(source, list) else str(source or "")
-        if cell.get("cell_type") != "code" or code.lstrip().startswith("%%"):
+        code = _code(cell)
+        of_python = not code.lstrip().startswith("%%") or _PYTHON.match(code.lstrip()) is not None
+        if cell.get("cell_type") != "code" or not of_python:
             continue
         own = [_plain(line) for line in code.split("\n")]
         if not _parses("\n".join(own)):
@@ -58,6 +72,49 @@ def read_notebook(text: str) -> Notebook | None:
             (number, index, start + index if start is not None else None) for index in range(1, len(own) + 1)
         )
     return Notebook("\n".join(lines), tuple(places))
+
+
+def commands_of(text: str) -> str:
+    """Return the shell commands of a notebook, with the variables and files that its cells give them."""
+    try:
+        document: Any = load_json(text)
+    except (ValueError, RecursionError):
+        return ""
+    cells = document.get("cells") if isinstance(document, dict) else None
+    found: list[str] = []
+    for cell in cells if isinstance(cells, list) else ():
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        code = _code(cell)
+        head, _, rest = code.lstrip().partition("\n")
+        written = _WRITES.match(head)
+        if written is not None:
+            found.append(f"cat > {written[1]} <<'{_END}'\n{rest}\n{_END}")
+        elif head.startswith(("%%bash", "%%sh", "%%script bash")):
+            found.append(rest)
+        elif not head.startswith("%%") or _PYTHON.match(head):
+            found.extend(_lines(code))
+    return "\n".join(found)
+
+
+def _lines(code: str) -> Iterator[str]:
+    """Yield what the lines of a cell say to a shell: commands, and names for constants."""
+    continues = False
+    for line in code.split("\n"):
+        stripped = line.strip()
+        if continues or stripped.startswith("!"):
+            yield _NAMED.sub(r"${\1}", line if continues else stripped.lstrip("! "))
+            continues = stripped.endswith("\\")
+        elif (variable := _VARIABLE.match(stripped)) is not None:
+            name, value = variable[1] or variable[3], variable[2] if variable[1] else variable[4]
+            yield f"export {name}={shlex.quote(value.strip())}"
+        elif (constant := _CONSTANT.match(line)) is not None:
+            yield f"{constant[1]}={shlex.quote(constant[2].strip(chr(34) + chr(39)))}"
+
+
+def _code(cell: dict[str, Any]) -> str:
+    source = cell.get("source")
+    return "".join(map(str, source)) if isinstance(source, list) else str(source or "")
 
 
 def _index(cells: list[Any], cell: object) -> int:

@@ -163,6 +163,11 @@ class _Reader(ParallelismReader):
             self._of_trainer(*trainer)
         else:
             self._of_loop()
+        starters = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
+        for event in self.facts.calls(*starters, "notebook_launcher"):
+            count = event.get("num_processes" if event.name == "notebook_launcher" else "nprocs", 2)
+            if isinstance(count, Const) and type(count.value) is int:
+                self.run.processes = count.value
         return self.run
 
     # Trainers
@@ -287,10 +292,6 @@ class _Reader(ParallelismReader):
             self.say("torch_compile", True, event.node, "torch.compile")
         for event in facts.methods("compile"):
             self.say("torch_compile", True, event.node, "compile")
-        for event in facts.calls("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"):
-            count = event.get("nprocs", 2)
-            if isinstance(count, Const) and type(count.value) is int:
-                self.run.processes = count.value
 
     def _trained(self) -> Value | None:
         """Return what is trained: the outermost module that is sharded, prepared or optimised."""
