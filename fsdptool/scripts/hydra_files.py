@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsdptool.scripts.known_values import typed
+from fsdptool.scripts.known_values import LONGEST, typed
 
 Load = Callable[[str], object]
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -18,6 +18,8 @@ _OVERRIDE = re.compile(r"(\+{0,2})([\w./@]+)=(.*)", re.DOTALL)
 _GLOBAL = ("experiment", "exp", "experiments")
 """Groups whose files say by their first comment that they are merged at the root."""
 _DEEPEST, _MOST_FILES = 12, 60
+_MOST_VALUES = 20_000
+"""Values that are resolved: each reference may name several others."""
 
 
 class Composer:
@@ -155,9 +157,11 @@ def resolved(data: dict[str, Any]) -> dict[str, Any]:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
+    room = iter(range(_MOST_VALUES))
+
     def whole(value: Any, depth: int = 0) -> Any:
-        if depth > _DEEPEST:
-            return value
+        if depth > _DEEPEST or next(room, None) is None:
+            return None if isinstance(value, str) and "${" in value else value
         if isinstance(value, dict):
             return {key: whole(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list):
@@ -167,6 +171,6 @@ def resolved(data: dict[str, Any]) -> dict[str, Any]:
         only = _REFERENCE.fullmatch(value)
         if only is not None:
             return whole(found(only[1]), depth + 1)
-        return _REFERENCE.sub(lambda item: str(whole(found(item[1]), depth + 1)), value)
+        return _REFERENCE.sub(lambda item: str(whole(found(item[1]), depth + 1))[:LONGEST], value)[:LONGEST]
 
     return {key: whole(value) for key, value in data.items()}

@@ -91,6 +91,15 @@ def test_a_file_that_lists_itself_ends(tmp_path: Path) -> None:
     assert described(tmp_path, HYDRA.replace('"config"', '"loop"')).accumulation == 5
 
 
+def test_references_that_multiply_end(tmp_path: Path) -> None:
+    lines = [f"a{index}: '" + f"${{a{index + 1}}}" * 40 + "'" for index in range(11)]
+    nested = [f"b{index}: [" + f"'${{b{index + 1}}}', " * 40 + "1]" for index in range(11)]
+    text = "\n".join(("defaults: [base]", *lines, "a11: x", *nested, "b11: y", "c: '${c}'"))
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/many.yaml").write_text(text + "\n", encoding="utf-8")
+    assert described(tmp_path, HYDRA.replace('"config"', '"many"')).micro_batch == 1
+
+
 def test_what_set_defaults_adds_is_an_argument() -> None:
     text = """
 import argparse
