@@ -39,7 +39,10 @@ def all_rules(beginning: str | None = None) -> dict[str, Rule]:
 
 def command(
     code: Annotated[
-        str | None, typer.Argument(help="A code such as FSD301; without a code, all codes are listed.")
+        str | None,
+        typer.Argument(
+            help="A code such as FSD301, or a beginning (FSD3); without one, all codes are listed."
+        ),
     ] = None,
     write: Annotated[
         Path | None, typer.Option("--write", help="Write the page of all rules to this file: docs/rules.md.")
@@ -57,14 +60,17 @@ def command(
     table = all_rules(beginning if code is not None and write is None else None)
     if code is not None and wanted not in table:
         table = all_rules()
+    # As for --select: the beginning of codes stands for all of them.
+    listed = {name: rule for name, rule in table.items() if name.startswith(wanted)}
     if write is not None:
         write_file(write, rules_page(table.values()), force=True)
         return 0
-    if code is None:
+    if wanted not in table and listed:
         if format is Format.JSON:
-            print_document(envelope("rules", {}, _documents(table.values())))
+            inputs = {"code": wanted} if wanted else {}
+            print_document(envelope("rules", inputs, _documents(listed.values())))
         else:
-            print_lines(render_list(table.values()))
+            print_lines(render_list(listed.values()))
         return 0
     if wanted not in table:
         near = nearest(wanted, table, cutoff=0.6)

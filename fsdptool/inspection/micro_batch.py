@@ -78,7 +78,7 @@ def sample_size(spec: ModelSpec, recipe: Recipe) -> SampleSize:
     if assumed and not _same(spec, recipe, tensors, assumed):
         assumed = {}
     shapes = {}
-    if not given and not assumed:
+    if not given and not assumed and "inputs" not in recipe.objective.options:
         shapes = {item.name: item.shape[1:] for item in tensors if len(item.shape) > 1}
     values: dict[str, Any] = {**given, **assumed}
     found = SampleSize(**values, assumed=cast("tuple[Size, ...]", tuple(assumed)), tensors=shapes)

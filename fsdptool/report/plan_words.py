@@ -296,7 +296,7 @@ def assumed_size(sample: SampleSize) -> str:
     assumed = sample.assumed
     if not assumed:
         shapes = sample.tensors.items()
-        return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in shapes)
+        return ", ".join(f"{name} of {' x '.join(map(str, shape))}" for name, shape in shapes)
     words = [f"{sample.sequence_length} tokens"] if "sequence_length" in assumed else []
     if "height" in assumed or "width" in assumed:
         words.append(f"{sample.width} x {sample.height} pixels")

@@ -126,6 +126,14 @@ def test_what_is_not_explained_names_no_reader_and_says_what_to_do(
     assert "help: " in out
 
 
+def test_the_beginning_of_codes_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["rule", "fsd32"]) == 0
+    codes = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"FSD326", "FSD329"} <= codes
+    assert all(code.startswith("FSD32") for code in codes)
+    assert run(["rule", "FSD9999"]) == 2
+
+
 def test_explained_learning_is_not_a_dictionary_of_python(capsys: pytest.CaptureFixture[str]) -> None:
     Path("given.yaml").write_text(AXOLOTL + "learning_rate: 0.0002\nsequence_len: 128\nmicro_batch_size: 1\n")
 

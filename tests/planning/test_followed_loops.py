@@ -318,6 +318,20 @@ def test_the_first_line_says_which_size_is_assumed(
     assert (f"at {size} (assumed)" if size else None) == said
 
 
+def test_shapes_that_a_recipe_gives_are_not_assumed() -> None:
+    from fsdptool.inspection.micro_batch import sample_size
+    from fsdptool.records.plan import SampleSize
+    from fsdptool.records.recipe import ModelChoice, Objective, Recipe
+    from fsdptool.source import resolve_choice
+
+    choice = ModelChoice(
+        "torch.nn:Linear", trust_remote_code=True, overrides={"in_features": 4, "out_features": 2}
+    )
+    recipe = Recipe(choice, objective=Objective(options={"inputs": {"input": {"shape": [3, 4]}}}))
+    assert words.assumed_size(sample_size(resolve_choice(choice), recipe)) == ""
+    assert words.assumed_size(SampleSize(tensors={"x": (3, 32, 32)})) == "x of 3 x 32 x 32"
+
+
 @pytest.mark.parametrize(
     ("launch", "given", "assumed"),
     [

@@ -542,7 +542,7 @@ def print_comparison(comparison: Comparison, *, explain: bool = False) -> None:
     moments = every if run or explain else [row for row in every if row.what.startswith("phase ")]
     if moments:
         print_line()
-        title = "measured" if run else "moment"
+        title = "" if run else "moment"
         print_table((title, *heads), [figure_cells(row) for row in moments], numeric=(1, 2, 3))
     if len(every) > len(moments):
         print_line(f"--explain shows {len(every) - len(moments)} moments of a step", style="dim")
