@@ -223,7 +223,14 @@ class _Reader(ParallelismReader):
     def _arguments(self, given: Thing, objective: str | None) -> None:
         places, event = self.places(given), self.event_of(given)
         self.run.own_fields = self.interpreter.fields_of(given)
-        for name, value in given.keywords.items():
+        changed: dict[str, Value] = {}
+        if given.owner is None:  # ``args.max_length = 512`` behind the call
+            changed = {
+                name: value
+                for name, value in given.parts.items()
+                if isinstance(name, str) and made_by(value, "attribute") is None
+            }
+        for name, value in {**given.keywords, **changed}.items():
             node = places.get(name, given.node)
             if name == "max_seq_length" and "max_length" in given.keywords:  # each for other versions of TRL
                 continue

@@ -481,3 +481,13 @@ def test_a_variable_beside_a_file_of_accelerate_is_not_judged(tmp_path: Path) ->
     assert "FSD205" not in codes
     start.write_text("accelerate launch --config_file acc.yaml --num_machines two t.py\n", encoding="utf-8")
     assert "FSD205" in {finding.code for finding in read_settings(start).diagnostics}
+
+
+@pytest.mark.parametrize(
+    ("words", "length"), [("max_length: null", None), ("max_length: 64", 64), ("", 1024)]
+)
+def test_a_length_of_null_cuts_nothing_in_trl(words: str, length: int | None) -> None:
+    file = "model_name_or_path: Qwen/Qwen3-8B\ndataset_name: d\npacking: false\nuse_peft: false\n"
+    run = describe_run(SourceText(f"{file}{words}\n", "sft.yaml"), program="trl")
+    assert run is not None
+    assert run.sequence_length == length

@@ -200,3 +200,15 @@ fire.Fire(train)
     run = described(text, "--targets", "[k_proj, 'o_proj']")
     assert (run.model, run.method, run.lora_targets) == ("gpt2", "lora8bit", ("k_proj", "o_proj"))
     assert run.gradient_checkpointing == "full"
+
+
+def test_what_is_assigned_to_arguments_behind_their_call_counts() -> None:
+    lines = """
+args = SFTConfig("o", per_device_train_batch_size=8, gradient_accumulation_steps=2, max_length=64)
+args.per_device_train_batch_size = 2
+args.packing = True
+if args.gradient_checkpointing:
+    args.max_length = 256
+"""
+    run = described(HEAD + lines + "SFTTrainer(model=model, args=args).train()\n")
+    assert (run.micro_batch, run.accumulation, run.packing) == (2, 2, True)

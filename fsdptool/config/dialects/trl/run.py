@@ -193,6 +193,15 @@ def _length(read: RunReader, objective: str) -> int | None:
     if read.file.launch.script.endswith("sft_vlm") and not read.has("max_length"):
         read.notes.append("sft_vlm.py cuts nothing, so that images stay whole: give --seq-len")
         return None
+    data = read.file.data
+    if (
+        objective not in ("grpo", "rloo")
+        and data.get("max_length", 0) is None
+        and not read.has("max_seq_length")
+    ):
+        read.use("max_length")
+        read.notes.append("max_length is null, which cuts nothing: give --seq-len")
+        return None
     if objective not in ("grpo", "rloo"):
         return read.whole("max_length", "max_seq_length")
     read.use("num_generations", "beta")
