@@ -203,5 +203,6 @@ def checkpoint_note(view: RunView) -> str | None:
     if step is not None and view.state != "running":
         return f"the newest checkpoint is that of step {step}: --resume auto continues there"
     if view.lost_steps:
-        return f"no checkpoint exists: starting again loses the {view.lost_steps} steps of the run"
+        steps = "step" if view.lost_steps == 1 else f"{view.lost_steps} steps"
+        return f"no checkpoint exists: starting again loses the {steps} of the run"
     return None

@@ -126,6 +126,12 @@ def test_what_is_not_explained_names_no_reader_and_says_what_to_do(
     assert "help: " in out
 
 
+def test_a_recipe_of_our_own_is_known() -> None:
+    said = messages("model:\n  reference: qwen3:tiny\ndata:\n  source: synthetic\nsteps: 3\n")
+    assert "a recipe of fsdptool" in said["FSD110"]
+    assert "--dry-run" in said["FSD110"]
+
+
 def test_the_beginning_of_codes_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["rule", "fsd32"]) == 0
     codes = {line.split()[0] for line in capsys.readouterr().out.splitlines()}

@@ -26,6 +26,7 @@ from fsdptool.records.run import RankProgress, RunPhase, Start, Summary
 from fsdptool.records.trace import Component
 from fsdptool.report.console.runs import sparkline
 from fsdptool.report.page.run import axis_ticks
+from fsdptool.runs.diagnose import checkpoint_note
 from fsdptool.runs.events import event_path
 from fsdptool.runs.folder import write_start
 from fsdptool.runs.view import as_it_ran, read_view
@@ -157,6 +158,12 @@ def test_a_run_of_one_step_is_compared_with_the_first_step_alone(folder: Folder)
     ran = as_it_ran(candidate, folder.path)
     assert ran.allocated_peak_bytes == 990
     assert {phase.name: phase.allocated_bytes for phase in ran.phases}[RunPhase.SAVE] == 20
+
+
+@pytest.mark.parametrize(("lost", "said"), [(1, "loses the step of"), (3, "loses the 3 steps of")])
+def test_what_starting_again_loses_is_counted(folder: Folder, lost: int, said: str) -> None:
+    view = replace(read_view(folder.path, now=folder.now), last_checkpoint=None, lost_steps=lost)
+    assert said in str(checkpoint_note(view))
 
 
 def test_a_run_on_another_machine_lives_while_its_ranks_write(folder: Folder) -> None:

@@ -214,6 +214,8 @@ def _foreign_format(root: Node) -> str | None:
     keys = {str(entry.key) for entry in root.entries}
     # oumi's files also have a section fsdp, so they are told by model and training first.
     model, training = root.get("model"), root.get("training")
+    if model is not None and model.node.kind == "map" and model.node.get("reference") is not None:
+        return "a recipe of fsdptool: `fsdptool train RECIPE --config FILE --dry-run` checks it"
     if model is not None and training is not None and model.node.kind == "map":
         section = root.get("fsdp")
         enabled = section is not None and section.node.kind == "map" and section.node.get("enable_fsdp")
