@@ -285,7 +285,7 @@ def written(table: dict[str, Any]) -> str:
         for group, rows in entry["keys"].items():
             lines.append(f"   {json.dumps(group)}: {{")
             for key, spans in rows.items():
-                lines.append(f"{json.dumps(key)}:{json.dumps(spans, separators=(',', ':'))},")
+                lines.append(f"    {json.dumps(key)}: {json.dumps(spans, separators=(',', ':'))},")
             lines[-1] = lines[-1].removesuffix(",")
             lines.append("   },")
         lines[-1] = "   }"

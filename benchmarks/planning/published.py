@@ -139,15 +139,12 @@ def write(done: Mapping[str, Any]) -> None:
         "reserved_leave_one_source_out": reserved_coverage(peaks(ordered)),
     }
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    # A row on each line: the file is part of the wheel.
-    parts = (("rows", errors(ordered)), ("reserved", peaks(ordered)))
-    shipped = [
-        f'"{name}": [\n'
-        + ",\n".join(json.dumps(asdict(item), separators=(",", ":")) for item in found)
-        + "\n]"
-        for name, found in parts
-    ]
-    PUBLISHED.write_text("{" + ",\n".join(['"version": 1', *shipped]) + "}\n", encoding="utf-8")
+    shipped = {
+        "version": 1,
+        "rows": [asdict(item) for item in errors(ordered)],
+        "reserved": [asdict(item) for item in peaks(ordered)],
+    }
+    PUBLISHED.write_text(json.dumps(shipped, indent=1) + "\n", encoding="utf-8")
 
 
 def summary(done: Mapping[str, Any]) -> dict[str, Any]:
