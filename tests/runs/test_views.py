@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -211,14 +212,17 @@ def test_a_copy_of_a_run_says_what_the_run_says(folder: Folder) -> None:
 def test_a_pipe_follows_a_run_line_by_line_and_ends_with_it(
     locked: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    printed: Any = sys.stdout
+
     def go_on() -> None:
+        while "step 20/60" not in printed.getvalue():
+            time.sleep(0.01)
         with (locked.path / "metrics.jsonl").open("a") as stream:
             stream.write(locked.step(60))
         locked.event(0, "checkpoint", step=60, path="", seconds=1.5)
         locked.end("completed")
 
-    timer = threading.Timer(0.3, go_on)
-    timer.start()
+    threading.Thread(target=go_on, daemon=True).start()
     assert fsdptool(["watch", "runs/one"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("runs/one: running, step 20/60, ")
