@@ -10,13 +10,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ADVISORIES = "fsdptool/advisories/entries/"
+ADVISORIES = "fsdptool/advisories/entries"
 FAILURES = "fsdptool/failures.json"
 """Entries whose examples only tests read."""
 
 PACKED = (
     *("fsdptool/schemas/", FAILURES, "fsdptool/config/keys_by_version.json"),
-    *("fsdptool/planning/data/", ADVISORIES),
+    "fsdptool/planning/data/",
     *("fsdptool_diffusion/data/", "fsdptool_language/data/", "fsdptool_vision/data/"),
 )
 """What is read compressed, too (``PACKED`` of ``fsdptool.files.values``)."""
@@ -36,6 +36,10 @@ class CompactData(BuildHookInterface[Any]):
         sources = {path: path.relative_to(root).as_posix() for path in _data(root / "fsdptool")}
         sources |= {path: path.relative_to(root / "plugins").as_posix() for path in _data(root / "plugins")}
         sources |= {path: f"fsdptool/schemas/{path.name}" for path in _data(root / "schemas")}
+        # In one file, because entries resemble each other.
+        entries = [path for path, target in sources.items() if target.startswith(f"{ADVISORIES}/")]
+        listed = ",".join(_compact(path, sources.pop(path)) for path in entries)
+        self._add(build_data, f"[{listed}]".encode(), f"{ADVISORIES}.json", packed=True)
         for path, target in sources.items():
             self._add(build_data, _compact(path, target).encode(), target, packed=target.startswith(PACKED))
         for path in sorted((root / SCRIPTS).rglob("*.js")):

@@ -1,4 +1,7 @@
-"""The advisories: one file each in ``entries/``, and whether versions of packages are affected."""
+"""The advisories, and whether versions of packages are affected.
+
+Each is a file in ``entries/``; a wheel holds all of them in one (``hatch_build.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fsdptool.files.values import PACKED, read_data
+from fsdptool.files.values import read_data
 from fsdptool.records.advisory import Advisory
 from fsdptool.records.codec import from_json
 
@@ -22,8 +25,9 @@ Versions = Mapping[str, tuple[Version, ...]]
 @cache
 def advisories() -> tuple[Advisory, ...]:
     """Return every advisory, in the order of the names."""
-    names = sorted(path.name.removesuffix(PACKED) for path in ENTRIES.glob("*.json*"))
-    return tuple(from_json(Advisory, read_data(ENTRIES / name), where=name) for name in names)
+    files = sorted(ENTRIES.glob("*.json"))
+    found = [read_data(path) for path in files] or read_data(ENTRIES.with_suffix(".json"))
+    return tuple(from_json(Advisory, entry, where=f"{entry['id']}.json") for entry in found)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 import subprocess
 import sys
@@ -105,8 +107,11 @@ def test_a_wheel_carries_schemas_plugins_and_types(distributions: tuple[Path, Pa
     schemas = {f"fsdptool/schemas/{path.name}.gz" for path in (ROOT / "schemas").glob("*.json")}
     assert schemas
     assert schemas <= names
-    entries = (ROOT / "fsdptool" / "advisories" / "entries").glob("*.json")
-    assert {f"fsdptool/advisories/entries/{path.name}.gz" for path in entries} <= names
+    entries = [path.stem for path in sorted((ROOT / "fsdptool" / "advisories" / "entries").glob("*.json"))]
+    with zipfile.ZipFile(wheel) as archive:
+        packed_entries = archive.read("fsdptool/advisories/entries.json.gz")
+    assert entries == [entry["id"] for entry in json.loads(gzip.decompress(packed_entries))]
+    assert not [name for name in names if name.startswith("fsdptool/advisories/entries/")]
     assert "fsdptool/failures.json.gz" in names
     packed = {name for name in names if name.endswith(".gz")}
     assert not {name.removesuffix(".gz") for name in packed} & names, "once each, compressed"
