@@ -39,14 +39,22 @@ def copy_checkout(folder: Path) -> None:
 
 
 def failing_test(folder: Path, arguments: Sequence[str]) -> str:
-    """Return the first test that failed in a copy of the checkout, or an empty text if none did."""
+    """Return the first test that failed in a copy of the checkout, ``timeout``, or an empty text if none did.
+
+    A run without any test is one that failed unless ``-m`` left none.
+    """
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'plugins'}"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    if done.returncode == 0 or (done.returncode == 5 and "-m" in arguments):
+        return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: \S+)*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return failed[1] if failed else f"exit status {done.returncode}" if done.returncode else ""
+    return failed[1] if failed else f"exit status {done.returncode}"
 
 
 def plant(row: Mapping[str, Any], folder: Path) -> str:
