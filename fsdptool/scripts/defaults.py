@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.scripts.calls import OF_ENVIRONMENT
-from fsdptool.scripts.interpreter import Path
+from fsdptool.scripts.commands import Commands
 from fsdptool.scripts.known_values import (
     BF16,
     LONGEST,
@@ -27,13 +27,11 @@ from fsdptool.scripts.known_values import (
     of_text,
     typed,
 )
-from fsdptool.scripts.loaded_settings import LoadedSettings
 from fsdptool.scripts.names import ARGUMENTS, LIGHTNING, library, short
 from fsdptool.scripts.values import (
     Choice,
     Class,
     Const,
-    Event,
     Function,
     Items,
     Library,
@@ -59,7 +57,6 @@ OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yam
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
 _DATA_PARSERS = ("HfArgumentParser", "TrlParser")
-_TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
 
 
 def is_of_lightning(value: Value | None) -> bool:
@@ -74,7 +71,7 @@ def _kept(name: str) -> str:
     return name.lower() if len(name) > 1 else name
 
 
-class RunInterpreter(LoadedSettings):
+class RunInterpreter(Commands):
     """Follows a script with the arguments that it is started with.
 
     Args:
@@ -173,12 +170,6 @@ class RunInterpreter(LoadedSettings):
             if isinstance(value, Const):
                 self._hold(name, value, function.node)
         return names
-
-    def _default_of(self, value: object, label: str, node: ast.AST | None) -> Value:
-        """Return a value that counts where nobody gives another one."""
-        if not self._defaults:
-            return Thing("unknown", label=label, node=node)
-        return given_by(value, f"default of {label}", node)
 
     # Parsers of command lines
 
@@ -296,20 +287,6 @@ class RunInterpreter(LoadedSettings):
             value = self._converted(default.value, keywords.get("type")) if text else default.value
             return self._default_of(value, label, declared.node)
         return default
-
-    def _converted(self, word: object, kind: Value | None) -> object:
-        if not isinstance(word, str):
-            return word
-        name = kind.name.rpartition(".")[2] if isinstance(kind, Library) else ""
-        try:
-            if name == "int":
-                return int(word)
-            if name == "float":
-                return float(word)
-        except ValueError:
-            return word
-        truth = isinstance(kind, Function) or name in ("bool", "strtobool", "string_to_bool")
-        return word.lower() in _TRUE if truth and word.lower() in (*_TRUE, *_FALSE) else word
 
     def _filled(self, kind: Value, node: ast.AST, own: Collection[str] = ()) -> Value:
         """Return an object whose fields are arguments: as they are given, or their defaults.
@@ -558,43 +535,6 @@ class RunInterpreter(LoadedSettings):
                 self.enter(made, (sample,), {}, node, partly=True)
             elif found is not None and found[1] not in self.called:
                 self.enter(Function(found[1], found[0].scope, made), (sample,), {}, node, partly=True)
-
-    def _from(self, root: Function, before: tuple[Event, ...]) -> Path:
-        """Follow a function that nothing calls: a command, whose defaults and flags count."""
-        form = root.node.args
-        names = [item.arg for item in (*form.posonlyargs, *form.args, *form.kwonlyargs)]
-        if root.bound is not None or not (form.defaults or form.kw_defaults):
-            return super()._from(root, before)
-        self.events = list(before)
-        mark = self.mark
-        given: dict[str, Value] = {
-            name: given_by(typed(self._flags[name]), f"--{name}", root.node)
-            for name in names
-            if name in self._flags
-        }
-        self._used.update(given)
-        self.enter(root, (), given, root.node)
-        path = Path(tuple(self.events), len(before), self.tree, tuple(self.classes), self.words)
-        self.take_back(mark)
-        return path
-
-    def of_options(self, function: Function) -> dict[str, Value]:
-        """Return the arguments that options of click give to the function that they decorate."""
-        given: dict[str, Value] = {}
-        for item in getattr(function.node, "decorator_list", ()):
-            if not isinstance(item, ast.Call) or ast.unparse(item.func) not in ("click.option", "option"):
-                continue
-            words = [str(constant(self.value(word))).partition("/")[0] for word in item.args]
-            keywords = {word.arg: self.value(word.value) for word in item.keywords if word.arg is not None}
-            if is_constant(keywords.get("is_flag"), True):
-                keywords["action"] = Const("store_true")
-            long = max(words, key=lambda word: word.count("-") if word.startswith("--") else 0, default="")
-            name = next((word for word in words if not word.startswith("-")), long.lstrip("-"))
-            name = name.replace("-", "_")
-            labels = tuple(Const(word) for word in words)
-            declared = Thing("declared", label=long or name, node=item, args=labels, keywords=keywords)
-            given[name] = self._argument(name, declared, None, [])
-        return given
 
     def _cli(self, function: Value, node: ast.AST) -> Value:
         """Return what a function yields whose parameters are the arguments."""

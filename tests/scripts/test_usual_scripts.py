@@ -572,47 +572,6 @@ def test_values_that_grow_without_bound_are_left_open(kind: str) -> None:
     assert (run.model, run.micro_batch) == ("gpt2", 2)
 
 
-COMMAND = """
-import click, modal, torch, typer
-from click import option
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-DECORATORS
-def main(PARAMETERS):
-    model = AutoModelForCausalLM.from_pretrained(name)
-    Trainer(model, TrainingArguments("o", per_device_train_batch_size=rows)).train()
-END
-"""
-
-
-@pytest.mark.parametrize(
-    ("decorators", "parameters", "end", "words"),
-    [
-        ("@app.command()", "name: str = 'gpt2', rows: int = typer.Option(3)", "app()", ()),
-        ("@app.command()", "name: str = typer.Option('gpt2', '--name'), rows: int = 1", "", ("--rows", "3")),
-        ("@app.function(gpu='H100')", "name, rows=1", "main.remote('gpt2', rows=3)", ()),
-        (
-            "@click.command()\n@click.option('--name', default='gpt2')\n@option('-b', 'rows', default=3)",
-            "name, rows",
-            "main()",
-            (),
-        ),
-        (
-            "@click.command()\n@click.option('--name', default='a')\n@click.option('--rows', '-r', type=int)",
-            "name, rows",
-            "main()",
-            ("--name", "gpt2", "-r", "3"),
-        ),
-    ],
-)
-def test_commands_of_click_typer_and_modal_have_their_defaults(
-    decorators: str, parameters: str, end: str, words: tuple[str, ...]
-) -> None:
-    text = COMMAND.replace("DECORATORS", decorators).replace("PARAMETERS", parameters).replace("END", end)
-    run = described(text, *words)
-    assert (run.model, run.micro_batch, run.problems) == ("gpt2", 3, ())
-
-
 def test_the_first_argument_of_a_field_is_its_default() -> None:
     text = """
 from pydantic import BaseModel, Field
