@@ -265,6 +265,8 @@ class Calls(ScriptState, ABC):
             ):
                 return self.call(own, args, keywords, places, partly, node)
         result = self._result(receiver, name, args, keywords, node)
+        if partly and isinstance(receiver, Table) and name == "update":
+            self.unsure(receiver, node)
         self._event(name, receiver, args, keywords, places, partly, node, result, kind="method")
         return result
 
@@ -326,22 +328,26 @@ class Calls(ScriptState, ABC):
             found = table.items.get(args[0].value)
             if found is not None:
                 if name == "pop":
-                    self.drop(table.items, args[0].value)
+                    self.drop_item(table, args[0].value)
                 return found
             value = args[1] if len(args) > 1 and table.whole else Thing("unknown", node=node)
             if name == "setdefault":
-                self.store(table.items, args[0].value, value)
-                table.nodes[args[0].value] = node
+                self.store_item(table, args[0].value, value, node)
             return value
+        if name == "clear":
+            for key in list(table.items):
+                self.drop_item(table, key)
+        elif name in ("pop", "popitem", "setdefault", "merge_with"):
+            self.unsure(table, node)
         if name == "update" and all(isinstance(item, Table) and item.whole for item in args):
             added = [item for given in args if isinstance(given, Table) for item in given.items.items()]
             for key, value in (*added, *keywords.items()):
-                self.store(table.items, key, value)
-                table.nodes[key] = node
-        elif name in ("update", "setdefault"):
-            table.whole = False
+                self.store_item(table, key, value, node)
+        elif name == "update":
+            self.unsure(table, node)
         if name == "items" and table.whole:
-            return Items([Items([Const(key), item]) for key, item in table.items.items()])
+            pairs: list[Value] = [Items([Const(key), item]) for key, item in table.items.items()]
+            return Items(pairs, sources=(table,))
         return Thing("result", label=name, node=node, sources=(table,), inner=table)
 
     def enter(
@@ -479,12 +485,23 @@ class Calls(ScriptState, ABC):
             "torch.multiprocessing.start_processes",
         ):
             self._spawn(args, keywords, node)
-        elif name == "builtins.setattr" and len(args) == 3 and isinstance(args[0], Thing):
-            if isinstance(args[1], Const):
-                self.store(args[0].parts, args[1].value, args[2])
-            else:
-                self.store(args[0].parts, "[]", args[2])
+        elif name == "builtins.setattr" and len(args) == 3:
+            self.set_attribute(args[0], args[1], args[2], node)
         return result
+
+    def store_attribute(self, whole: Thing, name: object, value: Value, node: ast.AST) -> None:
+        """Keep an attribute of an object; ``[]``: whichever it is."""
+        del node
+        self.store(whole.parts, name, value)
+
+    def set_attribute(self, whole: Value, name: Value, value: Value, node: ast.AST) -> None:
+        """Set an attribute whose name is a value."""
+        if isinstance(whole, Thing):
+            self.store_attribute(whole, name.value if is_key(name) else "[]", value, node)
+        elif isinstance(whole, Table) and is_key(name):
+            self.store_item(whole, name.value, value, node)
+        elif isinstance(whole, Table):
+            self.unsure(whole, node)
 
     def _spawn(self, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.AST) -> None:
         function = keywords.get("fn") or (args[0] if args else None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from fsdptool.scripts.interpreter import Interpreter
-from fsdptool.scripts.state import joined
-from fsdptool.scripts.values import Class, Const, Items, Table, Thing, Value, is_key, made_by
+from fsdptool.scripts.names import ARGUMENTS
+from fsdptool.scripts.state import absent, joined
+from fsdptool.scripts.values import Class, Const, Items, Library, Table, Thing, Value, is_key, made_by
 
 _MOST_ITEMS = 64
 """Items that a comprehension is followed for one by one."""
@@ -25,15 +27,17 @@ class Containers(Interpreter):
 
     def fields(self, made: Class) -> Iterator[tuple[str, ast.AST]]:
         """Yield the fields of a class and of those that it inherits from, the first ones first."""
+        found: dict[str, ast.AST] = {}
         for owner in reversed(list(made.line())):
             for item in owner.node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                    yield item.target.id, item
+                    found[item.target.id] = item
+        yield from found.items()
 
     def table_of(self, value: Value | None, node: ast.AST) -> Table | None:
         """Return what a dictionary or an object holds, as a new dictionary; None where that is open."""
         if isinstance(value, Table):
-            return Table(dict(value.items), dict(value.nodes), value.whole, sources=value.sources)
+            return _shallow(value)
         if not isinstance(value, Thing) or (value.kind != "arguments" and value.owner is None):
             return None
         if value.owner is not None and value.owner.library_bases and value.kind == "parameter":
@@ -43,6 +47,46 @@ class Containers(Interpreter):
             names |= {name: None for name, _ in self.fields(value.owner)}
             names = {name: None for name in names if value.owner.lookup(name) is None}
         return Table({name: self.attribute(value, name, node) for name in names}, dict.fromkeys(names, node))
+
+    def of_class(self, made: Class, name: str) -> Value | None:
+        """Return what the body of a class assigns to a name, or None."""
+        del made, name
+        return None
+
+    def store_attribute(self, whole: Thing, name: object, value: Value, node: ast.AST) -> None:
+        """Keep an attribute of an object of settings, which holds another value where this is not done."""
+        owner, held = whole.owner, whole.parts
+        taken = whole.kind in ARGUMENTS
+        plain = whole.kind == "arguments" or (owner is not None and not owner.library_bases)
+        if name == "[]" and (taken or plain):
+            names = {key for key in held if isinstance(key, str) and key != "[]"}
+            names |= {key for key, _ in self.fields(owner)} if owner is not None else set()
+            for key in sorted(names):
+                self.store(held, key, joined((self.attribute(whole, key, node), absent(node))))
+        elif isinstance(name, str) and name not in held:
+            found = self.of_class(owner, name) if owner is not None and not taken else None
+            if found is not None or taken:
+                held[name] = found or absent(node)
+        super().store_attribute(whole, name, value, node)
+
+    def is_empty(self, whole: Value) -> bool:
+        """Say whether a loop certainly takes nothing from a value: the items of an empty dictionary."""
+        made = whole.sources[0] if isinstance(whole, Items) and whole.sources and not whole.values else whole
+        return isinstance(made, Table) and made.whole and not made.items
+
+    def _library(
+        self,
+        function: Library,
+        args: Sequence[Value],
+        keywords: Mapping[str, Value],
+        places: Mapping[str, ast.AST],
+        partly: bool,
+        node: ast.AST,
+    ) -> Value:
+        made = super()._library(function, args, keywords, places, partly, node)
+        if isinstance(made, Thing) and made.kind in ARGUMENTS:
+            made.parts.update(keywords)  # which a branch may replace
+        return made
 
     def attribute(self, value: Value, name: str, node: ast.AST) -> Value:
         """Return an attribute of a value."""
@@ -57,22 +101,54 @@ class Containers(Interpreter):
         first = args[0] if args else None
         if name not in COPIES or first is None:
             return None
-        if name in ("copy", "deepcopy") and not isinstance(first, Table):
-            return first if isinstance(first, Const | Items) or made_by(first, "object") is not None else None
+        if name in ("copy", "deepcopy"):
+            return self._copy(first, {}, deep=name == "deepcopy")
         made = self.table_of(first, node)
+        if made is not None and name not in ("builtins.dict", "builtins.vars"):
+            return self._inside(made, {})
         if made is not None and name == "builtins.dict":
             made.items.update(keywords.items())
             made.nodes |= dict.fromkeys(keywords, node)
+        return made
+
+    def _copy(self, value: Value, copies: dict[int, Value], *, deep: bool) -> Value | None:
+        """Return a list, a dictionary or an object of settings anew; None: what else it is, is not copied."""
+        self.count()
+        made: Value | None = None
+        if id(value) in copies:
+            return copies[id(value)]
+        if isinstance(value, Const):
+            return value
+        if isinstance(value, Items):
+            made = Items(list(value.values), sources=value.sources, tags=value.tags)
+        elif isinstance(value, Table):
+            made = _shallow(value)
+        elif (thing := made_by(value, "object", "arguments")) is not None:
+            if thing.owner is not None and thing.owner.library_bases:  # a module
+                return None
+            made = replace(thing, parts=dict(thing.parts))
+        if made is None or not deep:
+            return made
+        copies[id(value)] = made
+        return self._inside(made, copies)
+
+    def _inside(self, made: Value, copies: dict[int, Value]) -> Value:
+        """Copy what a list, a dictionary or an object holds that is new itself."""
+        if isinstance(made, Items):
+            made.values = [self._copy(item, copies, deep=True) or item for item in made.values]
+        held = made.items if isinstance(made, Table) else made.parts if isinstance(made, Thing) else {}
+        for key, item in held.items():
+            held[key] = self._copy(item, copies, deep=True) or item
         return made
 
     def _result(
         self, receiver: Value, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.Call
     ) -> Value:
         if name in _DUMPS and not args and (held := self.table_of(receiver, node)) is not None:
-            return held
+            return held if name in ("copy", "dict") else self._inside(held, {})
         if isinstance(receiver, Table) and receiver.whole and name in ("keys", "values"):
             whole: list[Value] = [Const(key) for key in receiver.items]
-            return Items(list(receiver.items.values()) if name == "values" else whole)
+            return Items(list(receiver.items.values()) if name == "values" else whole, sources=(receiver,))
         return super()._result(receiver, name, args, keywords, node)
 
     def _binop(self, node: ast.BinOp) -> Value:
@@ -110,3 +186,7 @@ class Containers(Interpreter):
             unsure = Thing("unknown", node=node) if None in known else value
             table.items[key.value], table.nodes[key.value] = joined((value, unsure)), node
         return table if isinstance(node, ast.DictComp) else Items(made, sources=tuple(made))
+
+
+def _shallow(table: Table) -> Table:
+    return Table(dict(table.items), dict(table.nodes), table.whole, sources=table.sources)

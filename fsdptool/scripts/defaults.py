@@ -66,6 +66,12 @@ def is_of_lightning(value: Value | None) -> bool:
     return value.kind.rpartition(".")[2] in ("Trainer", "Fabric")
 
 
+def _is_there(value: Value) -> bool:
+    """Say whether a key of a dictionary is certainly there, by what stands for its value."""
+    options = value.options if isinstance(value, Choice) else (value,)
+    return not any(isinstance(item, Thing) and item.label == "absent" for item in options)
+
+
 def _kept(name: str) -> str:
     """Return the name under which values are kept: in small letters, but for single letters."""
     return name.lower() if len(name) > 1 else name
@@ -324,7 +330,7 @@ class RunInterpreter(Commands):
         """Return the fields that classes of the script declare of an object; none for one of a library."""
         return tuple(name for name, _ in self.fields(thing.owner)) if thing.owner is not None else ()
 
-    def _of_class(self, made: Class, name: str) -> Value | None:
+    def of_class(self, made: Class, name: str) -> Value | None:
         """Return what the body of a class assigns to a name."""
         for owner in made.line():
             for item in reversed(owner.node.body):
@@ -347,7 +353,7 @@ class RunInterpreter(Commands):
     def _beside_in(self, owner: Class, expression: ast.expr) -> dict[str, Value]:
         """Return what the body of a class assigns to the names that an expression in it uses."""
         used = dict.fromkeys(item.id for item in ast.walk(expression) if isinstance(item, ast.Name))
-        found = {name: self._of_class(Class(owner.node, owner.scope), name) for name in used}
+        found = {name: self.of_class(Class(owner.node, owner.scope), name) for name in used}
         return {name: value for name, value in found.items() if value is not None}
 
     def _default(self, value: Value, name: str, node: ast.AST) -> Value:
@@ -401,7 +407,7 @@ class RunInterpreter(Commands):
                     self.store(kept.parts, key, item)
         if owner is not None and owner.lookup(name) is None:
             known = value.parts if isinstance(value, Thing) else {}
-            found = self._of_class(owner, name) if name not in known else None
+            found = self.of_class(owner, name) if name not in known else None
             if found is not None:
                 if isinstance(value, Thing):
                     self.store(value.parts, name, found)
@@ -414,7 +420,7 @@ class RunInterpreter(Commands):
         bases = map(short, made.library_bases)
         base = next((name for name in bases if name.endswith("Arguments") or name in ARGUMENTS), None)
         thing = super()._make(made, args, keywords, node, partly)
-        if made.lookup("__init__") is None and isinstance(thing, Thing):
+        if made.lookup("__init__") is None and isinstance(thing, Thing) and not made.library_bases:
             for (field, _), value in zip(self.fields(made), args, strict=False):
                 self.store(thing.parts, field, value)
         given = dict(thing.parts) if isinstance(thing, Thing) else {}
@@ -483,7 +489,7 @@ class RunInterpreter(Commands):
         if name == "builtins.hasattr" and isinstance(first, Thing) and first.owner is not None:
             field = constant(args[1]) if len(args) > 1 else None
             if isinstance(field, str) and not first.owner.library_bases:
-                return Const(field in first.parts or self._of_class(first.owner, field) is not None)
+                return Const(field in first.parts or self.of_class(first.owner, field) is not None)
         if name == "builtins.exec" and self.scope is self.module:  # nanoGPT's ``configurator.py``
             for path in (word for word in self._positional if word.endswith(".py")):
                 self._execute(path, node)
@@ -498,7 +504,8 @@ class RunInterpreter(Commands):
             except (TypeError, ValueError, OverflowError):
                 return None
         if name == "builtins.any" and first is not None and "VAR_KEYWORD" in ast.unparse(node):
-            return Const(False) if asked_of(first) is not None else None
+            asked = asked_of(first) or ""
+            return Const(False) if asked.rpartition(".")[2] in ARGUMENTS else None
         if name == "builtins.len" and isinstance(first, Library) and first.name == "sys.argv":
             return Const(len(self._words) + 1)
         return None
@@ -622,7 +629,7 @@ class RunInterpreter(Commands):
     def truth(self, value: Value) -> bool | None:
         """Return whether a value is true, or None; a dictionary is true where it holds something."""
         if isinstance(value, Table) and value.whole:
-            return bool(value.items)
+            return bool(value.items) if not value.items or any(map(_is_there, value.items.values())) else None
         if isinstance(value, Thing) and value.kind.endswith("Config"):
             return True
         if isinstance(value, Choice):

@@ -81,7 +81,7 @@ class Composer:
             elif isinstance(item, dict):
                 for key, option in item.items():
                     words = str(key).split()
-                    if words[0] != "override" and not words[-1].startswith("hydra"):
+                    if words and words[0] != "override" and not words[-1].startswith("hydra"):
                         _merge(made, self._chosen(group, words[-1], option, depth))
         return made
 

@@ -195,6 +195,8 @@ class Interpreter(Expressions):
     def _assign_attribute(self, target: ast.Attribute, value: Value) -> None:
         whole = self.value(target.value)
         self.emit("store", target.attr, target, target=whole, args=(value,))
+        if isinstance(whole, Table):  # OmegaConf
+            self.store_item(whole, target.attr, value, target)
         if not isinstance(whole, Thing):
             return
         if (
@@ -204,7 +206,7 @@ class Interpreter(Expressions):
             and value.kind != "parameter"
         ):
             value.parent, value.label = whole, value.label or target.attr
-        self.store(whole.parts, target.attr, value)
+        self.store_attribute(whole, target.attr, value, target)
 
     def _assign_item(self, target: ast.Subscript, value: Value) -> None:
         whole, index = self.value(target.value), self.value(target.slice)
@@ -212,10 +214,9 @@ class Interpreter(Expressions):
             name = index.value if isinstance(index, Const) else None
             self.emit("environment", str(name), target, args=(value,))
         elif isinstance(whole, Table) and is_key(index):
-            self.store(whole.items, index.value, value)
-            whole.nodes[index.value] = target
+            self.store_item(whole, index.value, value, target)
         elif isinstance(whole, Table):
-            whole.whole = False
+            self.unsure(whole, target)
         elif isinstance(whole, Thing):
             self.emit("store", "[]", target, target=whole, args=(value,))
             key = ("item", index.value) if is_key(index) else "[]"
@@ -281,6 +282,16 @@ class Interpreter(Expressions):
         for target in node.targets:
             if isinstance(target, ast.Name) and target.id in self.scope.names:
                 self.store(self.scope.names, target.id, Thing("unknown", node=node))
+            elif isinstance(target, ast.Subscript):
+                self._delete_item(self.value(target.value), self.value(target.slice), node)
+
+    def _delete_item(self, whole: Value, key: Value, node: ast.Delete) -> None:
+        if not isinstance(whole, Table):
+            return
+        if not is_key(key):
+            self.unsure(whole, node)
+        elif key.value in whole.items:
+            self.drop_item(whole, key.value)
 
     # Conditions
 
@@ -363,6 +374,9 @@ class Interpreter(Expressions):
     def _do_for(self, node: ast.For | ast.AsyncFor) -> None:
         whole = self.value(node.iter)
         self.emit("iterate", "for", node, target=whole)
+        if self.is_empty(whole):
+            self.block(node.orelse)
+            return
         values: list[Value] = [self.element(whole, node)]
         outer = self._unrolled
         if isinstance(whole, Items) and self._is_short(whole):
@@ -378,6 +392,11 @@ class Interpreter(Expressions):
         self._unrolled = outer
 
     _do_asyncfor = _do_for
+
+    def is_empty(self, whole: Value) -> bool:
+        """Say whether a loop certainly takes nothing from a value."""
+        del whole
+        return False
 
     def _is_short(self, whole: Items) -> bool:
         """Say whether a loop is followed item by item, with the loops around it that are."""

@@ -32,6 +32,7 @@ _OF_TEXT = frozenset({
 })  # fmt: skip
 """Methods of a text that are followed: none of them makes it longer."""
 _ASKED = ("inspect.signature", "inspect.getfullargspec", "dataclasses.fields")
+_TAKE_OUT = frozenset({"discard", "remove", "pop", "clear", "difference_update", "intersection_update"})
 _FIELDS = re.compile(r"\.(?:__dataclass_fields__|__annotations__|model_fields|__init__\.__code__)\b.*")
 """How a script asks for the arguments that a call of the installed version takes."""
 LONGEST = 10_000
@@ -53,6 +54,8 @@ def asks_for_bf16(node: ast.expr) -> bool:
 def asked_of(value: Value) -> str | None:
     """Return what of a library a script asked the arguments of to get a value, or None."""
     for item in origins(value):
+        if isinstance(item, Thing) and not _is_plain(item):
+            return None
         thing = made_by(item, *_ASKED)
         asked = thing.args[0] if thing is not None and thing.args else item
         if isinstance(asked, Library) and (thing is not None or _FIELDS.search(asked.name)):
@@ -60,11 +63,26 @@ def asked_of(value: Value) -> str | None:
     return None
 
 
+def _is_plain(thing: Thing) -> bool:
+    """Say whether a value holds all the arguments that were asked for: none is taken out of them."""
+    if thing.kind == "comprehension":
+        return not any(one.ifs for one in getattr(thing.node, "generators", ()))
+    passed = thing.kind != "result" or thing.label in ("keys", "values", "items", "copy")
+    return passed and thing.kind not in ("binary", "unknown") and not thing.seen & _TAKE_OUT
+
+
 def _takes(name: object, right: Value) -> bool | None:
     """Say whether a call takes an argument; None where a script asks something else.
 
     A script asks so that it runs with several versions: only names that got a new one are not taken.
     """
+    difference = made_by(right, "binary")
+    if difference is not None and difference.label == "Sub":  # ``set(...) - {"self"}``
+        without = difference.args[1]
+        given = [constant(item) for item in without.values] if isinstance(without, Items) else [None]
+        if None in given or name in given:
+            return None if None in given else False
+        right = difference.args[0]
     if not isinstance(name, str) or (asked := asked_of(right)) is None:
         return None
     return name not in RENAMED.get(asked.rpartition(".")[2], {})
@@ -194,7 +212,9 @@ def compared(operator: ast.cmpop, left: Value, right: Value) -> bool | None:
         return held == isinstance(operator, ast.In)
     if isinstance(left, Library) and isinstance(operator, ast.Is | ast.IsNot) and is_constant(right, None):
         # ``try: from peft import LoraConfig``, ``except ImportError: LoraConfig = None``
-        return isinstance(operator, ast.IsNot) if library(left.name) in KNOWN else None
+        last = left.name.rpartition(".")[2]  # no value of a library: ``torch.version.hip``
+        named = last == left.name or (last[:1].isupper() and not last.isupper())
+        return isinstance(operator, ast.IsNot) if named and library(left.name) in KNOWN else None
     if isinstance(right, Library) and isinstance(operator, ast.Eq | ast.NotEq):
         owner, _, member = right.name.rpartition(".")
         known = owner.endswith("DistributedType") and member in _ACCELERATORS

@@ -223,13 +223,11 @@ class _Reader(ParallelismReader):
     def _arguments(self, given: Thing, objective: str | None) -> None:
         places, event = self.places(given), self.event_of(given)
         self.run.own_fields = self.interpreter.fields_of(given)
-        changed: dict[str, Value] = {}
-        if given.owner is None:  # ``args.max_length = 512`` behind the call
-            changed = {
-                name: value
-                for name, value in given.parts.items()
-                if isinstance(name, str) and made_by(value, "attribute") is None
-            }
+        changed = {  # ``args.max_length = 512`` behind the call
+            name: value
+            for name, value in given.parts.items()
+            if isinstance(name, str) and name != "[]" and made_by(value, "attribute") is None
+        }
         for name, value in {**given.keywords, **changed}.items():
             node = places.get(name, given.node)
             if name == "max_seq_length" and "max_length" in given.keywords:  # each for other versions of TRL
@@ -252,6 +250,9 @@ class _Reader(ParallelismReader):
                 words = [word for entry in listed if isinstance(entry, str) for word in entry.split(",")]
                 self.run.classes += tuple(NamedClass(word.strip(), "", wrapped.line) for word in words)
         self.further(event, given.kind, _DECIDED)
+        other = given.parts.get("[]")  # ``setattr(args, name, value)``
+        if other is not None and not (isinstance(other, Thing) and other.parent is given):
+            self.leave_open(given.node, given.kind, _DECIDED)
         if objective is not None and given.kind == "TrainingArguments":
             # TRL keeps what TrainingArguments decide, whose defaults are other ones than those of its own.
             for name in ("gradient_checkpointing", "bf16"):

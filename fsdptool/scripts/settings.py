@@ -134,10 +134,13 @@ class SettingsReader:
 
     def further(self, event: Event | None, name: str, keys: Sequence[str]) -> None:
         """Leave open what a call may be given that takes arguments which are not known."""
-        if event is None or not event.partly:
-            return
+        if event is not None and event.partly:
+            self.leave_open(event.node, name, keys)
+
+    def leave_open(self, node: ast.AST | None, name: str, keys: Sequence[str]) -> None:
+        """Leave open what is decided by arguments that are not known."""
         self.run.further += tuple(key for key in keys if key not in self.run.settings)
-        line = getattr(event.node, "lineno", 1)
+        line = getattr(node, "lineno", 1)
         self.run.problems.append(f"line {line}: {name} takes further arguments, which are not read")
 
     def event_of(self, thing: Thing) -> Event | None:

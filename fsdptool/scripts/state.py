@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fsdptool.scripts.values import Choice, Condition, Const, Event, Library, Scope, Thing, Value
+from fsdptool.scripts.values import Choice, Condition, Const, Event, Library, Scope, Table, Thing, Value
 
 STEPS = 60_000
 """Expressions and statements after which a script is given up: nothing is reported of it."""
@@ -36,6 +36,7 @@ class ScriptState:
         self.steps = 0
         self._journal: list[tuple[dict[Any, Value], Any, Any]] = []
         self._order = 0
+        self._keyed: dict[int, dict[Any, Value]] = {}
 
     def count(self) -> None:
         """Count a step.
@@ -79,6 +80,23 @@ class ScriptState:
         """Take a name or a key away, so that a branch can be taken back."""
         self._journal.append((where, key, where.pop(key)))
 
+    def store_item(self, table: Table, key: Any, value: Value, node: ast.AST) -> None:
+        """Set a key of a dictionary, which a branch that does not set it may leave without."""
+        self._keyed[id(table.items)] = table.items
+        self.store(table.items, key, value)
+        table.nodes[key] = node
+
+    def drop_item(self, table: Table, key: Any) -> None:
+        """Take a key of a dictionary away, which a branch that does not do so may leave there."""
+        self._keyed[id(table.items)] = table.items
+        self.drop(table.items, key)
+
+    def unsure(self, table: Table, node: ast.AST) -> None:
+        """Leave open what a dictionary holds: keys that are not known are set or taken away."""
+        table.whole = False
+        for key, value in list(table.items.items()):
+            self.store_item(table, key, joined((value, absent(node))), table.nodes.get(key, node))
+
     def take_back(self, mark: int) -> dict[tuple[int, Any], tuple[dict[Any, Value], Any]]:
         """Undo what was stored since a mark; return what each place held."""
         changed: dict[tuple[int, Any], tuple[dict[Any, Value], Any]] = {}
@@ -117,7 +135,14 @@ class ScriptState:
             where, key = next((changes[place][0], place[1]) for changes in alive if place in changes)
             old = where.get(key, _MISSING)
             values = [changes[place][1] if place in changes else old for changes in alive]
-            self.store(where, key, joined([value for value in values if value is not _MISSING], by_rank))
+            known = [value for value in values if value is not _MISSING]
+            if len(known) < len(values) and id(where) in self._keyed:
+                if not known:
+                    if key in where:
+                        self.drop(where, key)
+                    continue
+                known.append(absent(ast.Pass()))
+            self.store(where, key, joined(known, by_rank))
         return all(ended)
 
     @contextmanager
@@ -139,6 +164,11 @@ class ScriptState:
                 return scope.names[name]
             scope = scope.outer
         return None
+
+
+def absent(node: ast.AST) -> Thing:
+    """Return what stands in a dictionary for a key that it may lack."""
+    return Thing("unknown", label="absent", node=node)
 
 
 def joined(values: Sequence[Value], by_rank: bool = False) -> Value:

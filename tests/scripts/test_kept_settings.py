@@ -212,3 +212,119 @@ if args.gradient_checkpointing:
 """
     run = described(HEAD + lines + "SFTTrainer(model=model, args=args).train()\n")
     assert (run.micro_batch, run.accumulation, run.packing) == (2, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows", "length"),
+    [
+        ("taken = copy.deepcopy(given)\ngiven['max_length'] = 1", 2, 3072),
+        (
+            "kept = {'x': given}\ncopied = copy.deepcopy(kept)\ncopied['x']['max_length'] = 1\n"
+            "taken = kept['x']",
+            2,
+            3072,
+        ),
+        ("taken = dict(given)\ndel taken['max_length']\ntaken = {k: v for k, v in taken.items()}", 2, 1024),
+        ("taken = dict(given)\nif other():\n    taken.pop('max_length')", 2, None),
+        ("taken = {'max_length': 9}\nif other():\n    taken['per_device_train_batch_size'] = 2", None, 9),
+        ("taken = dict(given)\nfor key in other():\n    taken.pop(key, None)", None, None),
+        ("taken = dict(given)\nfor key in other():\n    del taken[key]", None, None),
+        ("taken = dict(given)\ntaken.update(**other())", None, None),
+        ("taken = dict(given)\ntaken.clear()", 8, 1024),
+        (
+            "known = set(inspect.signature(SFTConfig).parameters) - {'max_length'}\n"
+            "taken = {k: v for k, v in given.items() if k in known}",
+            2,
+            1024,
+        ),
+        (
+            "known = {k for k in inspect.signature(SFTConfig).parameters if k != 'max_length'}\n"
+            "taken = {k: v for k, v in given.items() if k in known}",
+            None,
+            None,
+        ),
+        ("taken = dict(given)\nif torch.version.hip is not None:\n    taken['max_length'] = 1", 2, None),
+    ],
+)
+def test_what_is_taken_away_or_set_elsewhere_is_no_fact(
+    lines: str, rows: int | None, length: int | None
+) -> None:
+    run = described(f"{HEAD}{lines}\n{TRAIN}")
+    assert (run.micro_batch, run.sequence_length) == (rows, length)
+    assert bool(run.problems) == (None in (rows, length))
+
+
+@pytest.mark.parametrize(
+    ("lines", "rows", "length"),
+    [
+        ("args = SFTConfig('o', max_length=64)\nif other():\n    args.max_length = 256", 8, None),
+        ("args = SFTConfig('o')\nif other():\n    args.per_device_train_batch_size = 1", None, 1024),
+        (
+            "args = SFTConfig('o', max_length=64)\nfor name, item in other():\n    setattr(args, name, item)",
+            None,
+            None,
+        ),
+        (
+            "@dataclass\nclass Own(SFTConfig):\n    more: int = 1\nargs = Own('o', max_length=64)\n"
+            "args.max_length = 256\nargs.per_device_train_batch_size = 2",
+            2,
+            256,
+        ),
+        (
+            "class Own:\n    rows = 8\nown = Own()\nif other():\n    own.rows = 1\n"
+            "args = SFTConfig('o', per_device_train_batch_size=own.rows, max_length=9)",
+            None,
+            9,
+        ),
+        (
+            "class Own:\n    def __init__(self):\n        self.rows = 4\nown = Own()\n"
+            "new = copy.deepcopy(own)\nnew.rows = 1\n"
+            "args = SFTConfig('o', per_device_train_batch_size=own.rows, max_length=9)",
+            4,
+            9,
+        ),
+        (
+            "@dataclass\nclass Base:\n    x: int = 1\n    y: int = 2\n@dataclass\nclass Own(Base):\n"
+            "    x: int = 3\n    z: int = 4\nown = Own(7, 8, 9)\n"
+            "args = SFTConfig('o', per_device_train_batch_size=own.x, max_length=own.z)",
+            7,
+            9,
+        ),
+    ],
+)
+def test_attributes_that_are_set_in_one_branch_are_left_open(
+    lines: str, rows: int | None, length: int | None
+) -> None:
+    run = described(f"{HEAD}{lines}\nSFTTrainer(model=model, args=args).train()\n")
+    assert (run.micro_batch, run.sequence_length) == (rows, length)
+    assert bool(run.problems) == (None in (rows, length))
+
+
+def test_a_copy_of_a_model_is_another_one_and_a_call_may_take_any_argument() -> None:
+    frozen = """
+import copy, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+model = Net()
+average = copy.deepcopy(model)
+average.requires_grad_(False)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(batch).mean().backward()
+    optimizer.step()
+"""
+    assert "requires_grad" not in [item.key for item in described(frozen).keys.not_modelled]
+    lines = """
+taken, loading = given, {}
+found = inspect.signature(AutoModelForCausalLM.from_pretrained).parameters
+if any(item.kind == item.VAR_KEYWORD for item in found.values()):
+    loading["torch_dtype"] = torch.bfloat16
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B", **loading)
+"""
+    assert described(f"{HEAD}{lines}{TRAIN}").base_dtype is None
