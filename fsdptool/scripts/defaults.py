@@ -168,11 +168,6 @@ class RunInterpreter(Commands):
     ) -> dict[str, Value]:
         names = super()._bound(function, args, keywords, partly)
         for name, value in names.items():
-            option = made_by(value, "typer.Option", "typer.Argument")
-            if option is not None:  # what it is called without
-                value = option.args[0] if option.args else option.keywords.get("default", value)
-                value = self._default_of(constant(value), f"--{name}", option.node)
-                names[name] = value
             if isinstance(value, Const):
                 self._hold(name, value, function.node)
         return names
@@ -480,7 +475,7 @@ class RunInterpreter(Commands):
         if (loaded := self.settings_of(name, args, node)) is not None:
             return loaded
         if name in ("fire.Fire", "typer.run", "tyro.cli", "jsonargparse.CLI") and first is not None:
-            return self._cli(first, node)
+            return self._cli(first, node, typer=name == "typer.run")
         return super()._made(name, function, args, keywords, node)
 
     def _builtin(self, name: str, args: Sequence[Value], node: ast.AST) -> Value | None:
@@ -543,12 +538,14 @@ class RunInterpreter(Commands):
             elif found is not None and found[1] not in self.called:
                 self.enter(Function(found[1], found[0].scope, made), (sample,), {}, node, partly=True)
 
-    def _cli(self, function: Value, node: ast.AST) -> Value:
+    def _cli(self, function: Value, node: ast.AST, *, typer: bool) -> Value:
         """Return what a function yields whose parameters are the arguments."""
         if isinstance(function, Class):
             return self._filled(function, node)
         if not isinstance(function, Function):
             return Thing("unknown", node=node)
+        if typer:
+            return self.enter(function, (), self._of_signature(function, positional=True), node, partly=True)
         form = function.node.args
         names = {item.arg for item in (*form.posonlyargs, *form.args, *form.kwonlyargs)}
         given: dict[str, Value] = {

@@ -52,6 +52,7 @@ class Path:
         tree: The script.
         classes: Its classes.
         words: The names that occur in it.
+        root: The function that the way begins with; None for the module.
     """
 
     events: tuple[Event, ...]
@@ -59,6 +60,7 @@ class Path:
     tree: ast.Module
     classes: tuple[Class, ...]
     words: frozenset[str]
+    root: ast.AST | None = None
 
 
 class Interpreter(Expressions):

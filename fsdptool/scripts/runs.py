@@ -125,9 +125,8 @@ def _run_of(interpreter: RunInterpreter, notebook: Notebook | None, words: Seque
     """Return the run of a script that is followed; errors of an interpreter go through."""
     paths = interpreter.paths()
     scores = [_score(path.events[path.own or 0 :]) for path in paths]
-    best = max(range(len(paths)), key=lambda index: (scores[index], -index))
-    chosen = 0 if scores[0] else best
-    if not scores[chosen]:
+    chosen = interpreter.chosen(paths, scores)
+    if chosen is None:
         return None
     run = _Reader(paths[chosen], interpreter).read()
     unknown = sorted(interpreter.unknown_flags()) if words else []
