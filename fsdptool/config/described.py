@@ -472,10 +472,10 @@ def loader(files: NamedFiles) -> Callable[[str], object]:
 
     Of a file in Python it returns the tree.
     """
-    from fsdptool.config.script_runs import tree_of
+    from fsdptool.config.script_runs import loaded
 
     inside = files.within_project()
-    return lambda name: tree_of(name, inside) if name.endswith(".py") else _beside(inside, name)
+    return lambda name: loaded(name, inside, _beside)
 
 
 def _beside(files: NamedFiles, name: str) -> Any:

@@ -32,6 +32,7 @@ from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.records.diagnostic import EffectiveSetting
 from fsdptool.scripts import SCRIPTS
+from fsdptool.scripts.hydra_files import Packaged, has_content, package_of
 from fsdptool.scripts.judge import parsed
 from fsdptool.scripts.models import PARTS_OF_UNSLOTH, RECOMPUTED_BY_UNSLOTH
 from fsdptool.scripts.notebooks import commands_of
@@ -117,13 +118,34 @@ def describe_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | N
         return None
 
 
-def tree_of(name: str, files: NamedFiles) -> object:
+def _tree_of(name: str, files: NamedFiles) -> object:
     """Return the tree of a file in Python; where it has none, something else."""
     try:
         source = files.read(name, SCRIPTS)
     except UnreadableError:
         return None
     return parsed(source.text) if isinstance(source, SourceText) else None
+
+
+def loaded(name: str, files: NamedFiles, read: Callable[[NamedFiles, str], object]) -> object:
+    """Return a file of a script's project: plain data, or the tree of one in Python.
+
+    Of one for Hydra, which may be empty, the data also say where a comment puts them.
+    """
+    if name.endswith(".py"):
+        return _tree_of(name, files)
+    data = read(files, name)
+    if not name.endswith((".yaml", ".yml")) or not isinstance(data, dict | None):
+        return data
+    try:
+        source = files.read(name)
+    except UnreadableError:
+        return data
+    if isinstance(source, str) or (data is None and has_content(source.text)):
+        return data
+    made = Packaged(data or {})
+    made.package = package_of(source.text)
+    return made
 
 
 def script_settings(

@@ -56,12 +56,15 @@ class LoadedSettings(Imports):
                 constant(self._value_in(function.scope, given[key])) if key in given else None
                 for key in ("config_path", "config_name")
             )
-            name = self._flags.get("config_name", self._flags.get("cn", name))
+            name = _first(self._flags.get("config_name", self._flags.get("cn"))) or name
+            folder = _first(self._flags.get("config_path", self._flags.get("cp"))) or folder
             path = posixpath.normpath(posixpath.join(str(self.script_folder), str(folder or ".")))
             composer = Composer(self._load, path, self._words)
             data = composer.composed(str(name)) if isinstance(name, str) else None
             self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]
-            self._used |= {"config_name", "cn", "config_path", "cp"}
+            if composer.full:
+                self.problems.append(f"{folder} holds too many files: some are not read")
+            self._used |= {"config_name", "cn", "config_path", "cp", "config_dir", "cd"}
             if data is not None:
                 return as_value(data, f"{name}.yaml", item)
         return None
@@ -95,11 +98,29 @@ class LoadedSettings(Imports):
         if last == "from_dotlist" and isinstance(first, Items):
             words = [constant(item) for item in first.values]
             return as_value(assigned([word for word in words if isinstance(word, str)]), "a list", node)
+        if last == "update" and isinstance(first, Table):
+            self._changed(first, args[1:], node)
+            return None
         if last == "structured" and first is not None:
             return self.table_of(
                 self.call(first, (), {}, {}, False, node) if isinstance(first, Class) else first, node
             )
         return self._united(args, node) if last in ("merge", "unsafe_merge") else None
+
+    def _changed(self, table: Table, args: Sequence[Value], node: ast.AST) -> None:
+        """Set ``OmegaConf.update(config, "training.rows", 4)``; else leave open what may be set."""
+        key = constant(args[0]) if len(args) > 1 else None
+        *sections, last = key.split(".") if isinstance(key, str) else [None]
+        for section in sections:
+            inner = table.items.get(section)
+            if not isinstance(inner, Table):
+                last = None
+                break
+            table = inner
+        if last is None:
+            self.unsure(table, node)
+        else:
+            self.store_item(table, last, args[1], node)
 
     def _united(self, parts: Sequence[Value], node: ast.AST) -> Value | None:
         """Return settings merged with others, which replace theirs; None where one of them is not known."""
@@ -115,3 +136,8 @@ class LoadedSettings(Imports):
                 inner = self._united((old, value), node) if both and old is not None else None
                 made.items[key], made.nodes[key] = inner or value, table.nodes.get(key, node)
         return made
+
+
+def _first(word: str | list[str] | None) -> str | None:
+    """Return the value of a flag that takes one; what follows it stands by itself."""
+    return word[0] if isinstance(word, list) else word

@@ -139,3 +139,171 @@ for batch in DataLoader(rows, batch_size=2):
     run = describe_run(SourceText(text, "train.py"))
     assert run is not None
     assert (run.fsdp, run.reshard, run.problems) == (2, True, ())
+
+
+COMPOSED = """
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    LINE
+    args = TrainingArguments(
+        "o", per_device_train_batch_size=cfg.training.rows, gradient_accumulation_steps=cfg.training.steps
+    )
+    Trainer(AutoModelForCausalLM.from_pretrained(cfg.model.name), args).train()
+main()
+"""
+BASE = "training: {rows: 3, steps: 5}\n"
+LARGE, SMALL = "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"
+
+
+def composed(folder: Path, files: dict[str, str], *words: str, line: str = "pass") -> DescribedRun:
+    """Return the run of a script beside files for Hydra."""
+    (folder / ".git").mkdir(exist_ok=True)
+    models = {"conf/model/small.yaml": f"name: {SMALL}\n", "conf/model/large.yaml": f"name: {LARGE}\n"}
+    for name, text in (models | files).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    script = folder / "train.py"
+    script.write_text(COMPOSED.replace("LINE", line), encoding="utf-8")
+    run = describe_run(read_source(script), words=words)
+    assert run is not None
+    return run
+
+
+PLAIN = f"defaults: [{{model: small}}, _self_]\n{BASE}"
+EXPERIMENT = "# @package _global_\ndefaults:\n  - override /model: large\ntraining: {rows: 1}\n"
+WITH_EXPERIMENT = f"defaults: [{{model: small}}, _self_, {{experiment: null}}]\n{BASE}"
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "words", "expected"),
+    [
+        (WITH_EXPERIMENT, {"experiment/big": EXPERIMENT}, ["experiment=big"], (LARGE, 1, 5)),
+        (PLAIN, {"experiment/big": EXPERIMENT}, ["+experiment=big"], (LARGE, 1, 5)),
+        (PLAIN, {"experiment/big": EXPERIMENT}, ["training.rows=9", "+experiment=big"], (LARGE, 9, 5)),
+        (PLAIN, {"experiment/big": EXPERIMENT}, ["+experiment=big", "model=small"], (SMALL, 1, 5)),
+        (PLAIN, {"experiment/big": BASE}, ["+experiment=big", "training.rows=1"], (SMALL, 1, 5)),
+        (
+            f"defaults: [{{model: small}}, _self_, {{setup: big}}]\n{BASE}",
+            {"setup/big": "# @package _global_\ntraining: {steps: 64}\n"},
+            [],
+            (SMALL, 3, 64),
+        ),
+        (
+            f"defaults: [{{model: small}}, _self_, {{setup: big}}]\n{BASE}",
+            {"setup/big": "# what it is for\n# @package _global_\ntraining: {steps: 64}\n"},
+            [],
+            (SMALL, 3, 5),
+        ),
+        (
+            f"defaults: [{{model: small}}, _self_, {{setup: big}}]\n{BASE}",
+            {"setup/big": "# @package training\nsteps: 64\n"},
+            [],
+            (SMALL, 3, 64),
+        ),
+        (f"defaults: [model/large, _self_]\n{BASE}", {}, [], (LARGE, 3, 5)),
+        (f"defaults: [{{other@model: x}}, _self_]\n{BASE}", {"other/x": "name: a/b\n"}, [], ("a/b", 3, 5)),
+        (
+            f"defaults: [{{kind/deep@_here_: x}}, {{model: small}}, _self_]\n{BASE}",
+            {"kind/deep/x": "y: 1\n"},
+            [],
+            (SMALL, 3, 5),
+        ),
+        (
+            "defaults: [{a/b: x}, {model: small}, _self_]\n",
+            {"a/b/x": "defaults: [{c@_global_.training: y}]\n", "a/b/c/y": "rows: 2\nsteps: 7\n"},
+            [],
+            (SMALL, 2, 7),
+        ),
+        (
+            f"defaults: [{{model@teacher: small}}, {{model@model: small}}, _self_]\n{BASE}",
+            {},
+            ["model@model=large"],
+            (LARGE, 3, 5),
+        ),
+        (
+            "defaults: [{model: small}, {setup: '${model}'}, _self_]\n",
+            {"setup/large": f"# @package _global_\n{BASE}"},
+            ["model=large"],
+            (LARGE, 3, 5),
+        ),
+        (
+            f"defaults: [{{model: small}}, {{optional local: x}}, empty, _self_]\n{BASE}",
+            {"empty": "# none\n"},
+            [],
+            (SMALL, 3, 5),
+        ),
+        (f"defaults: [{{'': x}}, {{'  ': y}}, {{model: small}}, _self_]\n{BASE}", {}, [], (SMALL, 3, 5)),
+        (
+            PLAIN,
+            {"big": PLAIN.replace("3", "7")},
+            ["--config-name", "big", "training.steps=8"],
+            (SMALL, 7, 8),
+        ),
+        (PLAIN, {"../conf2/config": f"model: {{name: a/b}}\n{BASE}"}, ["--config-path=conf2"], ("a/b", 3, 5)),
+    ],
+)
+def test_groups_packages_and_overrides_are_composed_as_hydra_does(
+    tmp_path: Path,
+    config: str,
+    others: dict[str, str],
+    words: list[str],
+    expected: tuple[str, int, int],
+) -> None:
+    files = {f"conf/{name}.yaml": text for name, text in {"config": config, **others}.items()}
+    run = composed(tmp_path, files, *words)
+    assert (run.model, run.micro_batch, run.accumulation) == expected
+    assert run.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "expected", "said"),
+    [
+        (PLAIN, ["~training.rows"], (SMALL, None, 5), "per_device_train_batch_size is not read"),
+        (PLAIN, ["~model"], (None, 3, 5), "from_pretrained is not read"),
+        (PLAIN, ["model=small,large"], (None, 3, 5), "model/small,large is not found in conf"),
+        (
+            "defaults: [{model: small}]\ntraining: {n: 7, rows: '${.n}', steps: '${..k}'}\nk: 4\n",
+            [],
+            (SMALL, None, None),
+            "${.n} is a variable, which is not resolved",
+        ),
+        (
+            "defaults: [{model: small}]\ntraining: {rows: 2, steps: '${hydra.job.num}'}\n",
+            [],
+            (SMALL, 2, None),
+            "${hydra.job.num} is a variable, which is not resolved",
+        ),
+        ("defaults: [_self_, config, config]\n" + BASE, [], (None, None, None), "conf holds too many files"),
+    ],
+)
+def test_what_hydra_composes_is_open_where_it_is_not_known(
+    tmp_path: Path,
+    config: str,
+    words: list[str],
+    expected: tuple[str | None, int | None, int | None],
+    said: str,
+) -> None:
+    run = composed(tmp_path, {"conf/config.yaml": config}, *words)
+    assert (run.model, run.micro_batch, run.accumulation) == expected
+    assert [problem for problem in run.problems if said in problem]
+    assert len(run.problems) == len(set(run.problems)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("cfg.training.rows = 64", 64),
+        ("cfg['training']['rows'] = 64", 64),
+        ("OmegaConf.update(cfg, 'training.rows', 64)", 64),
+        ("OmegaConf.update(cfg, other(), 64)", None),
+        ("setattr(cfg.training, 'rows', 64)", 64),
+        ("cfg.training.rows = 64 if other() else 32", None),
+        ("if other():\n        cfg.training.rows = 64", None),
+    ],
+)
+def test_what_a_script_sets_in_its_configuration_counts(tmp_path: Path, line: str, rows: int | None) -> None:
+    assert composed(tmp_path, {"conf/config.yaml": PLAIN}, line=line).micro_batch == rows
