@@ -140,7 +140,7 @@ class RunInterpreter(Commands):
         )
 
     def _hold(self, name: object, value: Value, node: ast.AST | None) -> None:
-        if isinstance(name, str):
+        if isinstance(name, str) and not self._importing:
             options = [
                 item.node for item in value.sources if isinstance(item, Thing) and item.kind == "option"
             ]
@@ -153,7 +153,9 @@ class RunInterpreter(Commands):
         super().store(where, key, value)
 
     def _do_augassign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):  # what it held before is not what a loop sees
+        if (
+            isinstance(node.target, ast.Name) and not self._importing
+        ):  # what it held before is not what a loop sees
             self._held.pop(_kept(node.target.id), None)
         super()._do_augassign(node)
 

@@ -22,6 +22,7 @@ from fsdptool.scripts.values import (
     Thing,
     Value,
     is_key,
+    outermost,
 )
 
 _UNROLLED, _PAIRS = 6, 40
@@ -172,7 +173,7 @@ class Interpreter(Expressions):
     def assign(self, target: ast.AST, value: Value) -> None:
         """Bind a target to a value."""
         if isinstance(target, ast.Name):
-            scope = self.module if target.id in self.scope.globals else self.scope
+            scope = outermost(self.scope) if target.id in self.scope.globals else self.scope
             self.store(scope.names, target.id, value)
         elif isinstance(target, ast.Starred):
             self.assign(target.value, Thing("unknown", node=target, sources=(value,)))
@@ -318,7 +319,7 @@ class Interpreter(Expressions):
 
     def _do_if(self, node: ast.If) -> bool:
         test = self.value(node.test)
-        known = True if is_main(node.test) else self.truth(test)
+        known = is_equal(node.test) if is_main(node.test) else self.truth(test)
         if _is_typing(node.test):
             known = False
         if known is not None:
@@ -489,6 +490,11 @@ def _loaded(tree: ast.AST) -> frozenset[str]:
 def is_main(test: ast.expr) -> bool:
     """Say whether a test asks whether the file was started itself."""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def is_equal(test: ast.expr) -> bool:
+    """Say whether a comparison is no ``!=``."""
+    return not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.NotEq)
 
 
 def _is_typing(test: ast.expr) -> bool:

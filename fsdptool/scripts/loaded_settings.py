@@ -58,7 +58,8 @@ class LoadedSettings(Imports):
             )
             name = _first(self._flags.get("config_name", self._flags.get("cn"))) or name
             folder = _first(self._flags.get("config_path", self._flags.get("cp"))) or folder
-            path = posixpath.normpath(posixpath.join(str(self.script_folder), str(folder or ".")))
+            base = str(self.folder_of(function.scope))
+            path = posixpath.normpath(posixpath.join(base, str(folder or ".")))
             composer = Composer(self._load, path, self._words)
             data = composer.composed(str(name)) if isinstance(name, str) else None
             self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]

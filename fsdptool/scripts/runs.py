@@ -124,7 +124,11 @@ def read_script_run(
 def _run_of(interpreter: RunInterpreter, notebook: Notebook | None, words: Sequence[str]) -> ScriptRun | None:
     """Return the run of a script that is followed; errors of an interpreter go through."""
     paths = interpreter.paths()
-    scores = [_score(path.events[path.own or 0 :]) for path in paths]
+    events = [path.events[path.own or 0 :] for path in paths]
+    # A module that is imported may make arguments that the script does not use.
+    scores = [_score([one for one in found if not interpreter.is_of_import(one)]) for found in events]
+    if not any(scores):
+        scores = [_score(found) for found in events]
     chosen = interpreter.chosen(paths, scores)
     if chosen is None:
         return None
@@ -395,6 +399,8 @@ class _Reader(ParallelismReader):
         if stored or self.interpreter.unpacks(made) or made.parts.keys() - {"loss", "logits", "aux_loss"}:
             return None
         tree = self.facts.path.tree
+        if not any(node is backward.node for node in ast.walk(tree)):
+            return None  # in a module whose lines are not known
         deleted = {
             target.id
             for node in ast.walk(tree)

@@ -67,6 +67,13 @@ class Scope:
     globals: set[str] = field(default_factory=set)
 
 
+def outermost(scope: Scope) -> Scope:
+    """Return the names of the module that a scope belongs to."""
+    while scope.outer is not None:
+        scope = scope.outer
+    return scope
+
+
 @dataclass(eq=False)
 class Function(Value):
     """A function of the script, perhaps bound to an object."""

@@ -57,7 +57,14 @@ def described(path: Path, *words: str) -> DescribedRun:
         ("train.py", "import config\nfrom model import build", "config.ROWS", "build()", "", "config"),
         ("train.py", "from config import *\nimport model as m", "ROWS", "m.build()", "", "config"),
         ("a/train.py", "from lib import config, model", "config.ROWS", "model.build()", "lib/", ".config"),
-        ("a/train.py", "import lib.config\nimport lib.model", "6", "lib.model.build()", "lib/", "lib.config"),
+        (
+            "a/train.py",
+            "import lib.config\nimport lib.model",
+            "lib.config.ROWS",
+            "lib.model.build()",
+            "lib/",
+            "lib.config",
+        ),
         ("a/b/train.py", "from lib.model import build, NAME", "6", "build(NAME)", "lib/", ".config"),
     ],
 )
@@ -125,3 +132,129 @@ def test_modules_outside_the_repository_are_not_read(tmp_path: Path) -> None:
     run = described(written(inner, {"train.py": script}))
     assert run.micro_batch is None
     assert any("ROWS" in problem for problem in run.problems)
+
+
+@pytest.mark.parametrize(
+    ("imports", "rows", "files", "expected"),
+    [
+        ("import config, build\nconfig.BS = 8", "build.rows()", {}, 8),
+        ("import config\nconfig.BS = 8", "config.rows()", {}, 8),
+        ("import config\nBS = 4\nconfig.init()", "BS", {}, 4),
+        ("import config\nconfig.init()", "config.BS", {}, 64),
+        ("from lib.model import rows", "rows()", {"lib/config.py": "BS = 5"}, 5),
+        ("from lib.model import rows", "rows()", {}, None),
+        ("from config import BS", "BS", {"config/__init__.py": "BS = 3"}, 3),
+        (
+            "import sys\nsys.path.insert(0, 'src')\nfrom config import BS",
+            "BS",
+            {"src/config.py": "BS = 7"},
+            7,
+        ),
+        ("from lib.main import BS", "BS", {"lib/main.py": "BS = 1\nif __name__ != '__main__':\n  BS = 9"}, 9),
+    ],
+)
+def test_names_of_modules_are_those_of_python(
+    tmp_path: Path, imports: str, rows: str, files: dict[str, str], expected: int | None
+) -> None:
+    files = {
+        "train.py": TRAIN.replace("IMPORTS", imports).replace("ROWS", rows).replace("MODEL", '"gpt2"'),
+        "config.py": "BS = 2\ndef init():\n    global BS\n    BS = 64\ndef rows():\n    return BS\n",
+        "build.py": "import config\ndef rows():\n    return config.BS\n",
+        "lib/__init__.py": "",
+        "lib/model.py": "def rows():\n    from .config import BS\n    return BS\n",
+        **files,
+    }
+    run = described(written(tmp_path, files))
+    assert (run.micro_batch, run.accumulation) == (expected, 3)
+
+
+UNSLOTH = """
+from unsloth import FastLanguageModel
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Llama-3.2-1B", max_seq_length=2048)
+model = FastLanguageModel.get_peft_model(model, r=8)
+SFTTrainer(model=model, args=SFTConfig("o", per_device_train_batch_size=2)).train()
+"""
+
+
+def test_a_checkout_of_a_known_library_does_not_hide_what_it_means(tmp_path: Path) -> None:
+    own = (
+        "class FastLanguageModel:\n    @staticmethod\n    def from_pretrained(*a):\n        return load(a)\n"
+    )
+    run = described(written(tmp_path, {"examples/train.py": UNSLOTH, "unsloth/__init__.py": own}))
+    assert (run.model, run.method, run.lora_rank) == ("unsloth/Llama-3.2-1B", "qlora", 8)
+
+
+LOOP = """
+import torch
+from helpers import NAMES
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(**batch).loss.backward()
+    optimizer.step()
+"""
+HELPERS = """
+max_length = 128
+gradient_accumulation_steps = 7
+def evaluate(model, block_size=333):
+    pass
+def log(text):
+    print(text)
+evaluate(None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"), [("log", (None, 1)), ("log, gradient_accumulation_steps", (None, 7))]
+)
+def test_names_that_a_script_does_not_import_say_nothing_of_it(
+    tmp_path: Path, names: str, expected: tuple[int | None, int]
+) -> None:
+    files = {"train.py": LOOP.replace("NAMES", names), "helpers.py": HELPERS}
+    run = described(written(tmp_path, files))
+    assert (run.sequence_length, run.accumulation) == expected
+
+
+def test_arguments_that_an_imported_module_makes_do_not_hide_a_command(tmp_path: Path) -> None:
+    script = """
+import config, typer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+app = typer.Typer()
+@app.command()
+def train(rows: int = 2):
+    args = TrainingArguments("o", per_device_train_batch_size=rows)
+    Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), args).train()
+app()
+"""
+    config = "from transformers import TrainingArguments\nDEFAULT = TrainingArguments('x', bf16=True)\n"
+    run = described(written(tmp_path, {"train.py": script, "config.py": config}))
+    assert (run.model, run.micro_batch) == ("gpt2", 2)
+
+
+def test_a_command_may_hand_its_arguments_to_another_module(tmp_path: Path) -> None:
+    script = "import run, typer\napp = typer.Typer()\n\n"
+    script += "@app.command()\ndef main(rows: int = 3):\n    run.train(rows)\n"
+    train = "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n" + (
+        "def train(rows):\n"
+        "    args = TrainingArguments('o', per_device_train_batch_size=rows)\n"
+        "    Trainer(AutoModelForCausalLM.from_pretrained('gpt2'), args).train()\n"
+    )
+    assert described(written(tmp_path, {"main.py": script, "run.py": train})).micro_batch == 3
+
+
+@pytest.mark.parametrize("kind", ["names", "dots", "deep"])
+@pytest.mark.timeout(20)
+def test_imports_without_end_take_no_time_without_end(tmp_path: Path, kind: str) -> None:
+    names = ", ".join(f"a{index}" for index in range(3000))
+    imports = {
+        "names": f"from x import {names}",
+        "dots": f"from {'.' * 50_000}x import y",
+        "deep": f"from {'.' * 2000}x import {names}",
+    }
+    script = TRAIN.replace("IMPORTS", imports[kind]).replace("ROWS", "6").replace("MODEL", '"gpt2"')
+    assert described(written(tmp_path, {"train.py": script})).micro_batch == 6
