@@ -113,9 +113,13 @@ def describe_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | N
     if not find_commands(commands):
         return None
     try:
-        return describe_written(SourceText(commands, source.path), files=files).run
+        found = describe_written(SourceText(commands, source.path), files=files)
     except ConfigError:
         return None
+    if found.run is None or not found.further:
+        return found.run
+    told = f"the notebook starts {found.further + 1} trainings: the first is described"
+    return replace(found.run, notes=(*found.run.notes, told))
 
 
 def _tree_of(name: str, files: NamedFiles) -> object:

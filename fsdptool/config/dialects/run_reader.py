@@ -323,7 +323,10 @@ class RunReader:
         return None
 
     def default(self, key: str, value: Any, source: str) -> Any:
-        """Note a value that the program takes without the key, and return it."""
+        """Note a value that the program takes without the key, and return it; None for a key that is not read."""
+        written = self.raw(key)
+        if isinstance(written, str) and _VARIABLE.search(written):
+            return None
         plain = value if isinstance(value, str | int | float | bool | type(None)) else str(value)
         self.taken.setdefault(key, TakenDefault(key, plain, source))
         return value
