@@ -323,9 +323,8 @@ class RunReader:
         return None
 
     def default(self, key: str, value: Any, source: str) -> Any:
-        """Note a value that the program takes without the key, and return it; None for a key that is not read."""
-        written = self.raw(key)
-        if isinstance(written, str) and _VARIABLE.search(written):
+        """Note a value that the program takes without the key, and return it; None if the key is a variable."""
+        if _VARIABLE.search(str(self.raw(key))):
             return None
         plain = value if isinstance(value, str | int | float | bool | type(None)) else str(value)
         self.taken.setdefault(key, TakenDefault(key, plain, source))
@@ -334,14 +333,13 @@ class RunReader:
     def text(self, key: str, *others: str) -> str | None:
         """Return a text, or None."""
         value = self.value(key, *others)
-        if value is None or isinstance(value, Mapping | list):
-            if value is not None:
-                self._wrong(key, "a text", value)
+        if isinstance(value, Mapping | list):
+            self._wrong(key, "a text", value)
             return None
         if isinstance(value, str) and _VARIABLE.search(value):
             self._variable(key, value)
             return None
-        return str(value)
+        return None if value is None else str(value)
 
     def whole(self, key: str, *others: str) -> int | None:
         """Return a whole number, or None."""
