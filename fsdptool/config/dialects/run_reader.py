@@ -323,7 +323,7 @@ class RunReader:
         return None
 
     def default(self, key: str, value: Any, source: str) -> Any:
-        """Note a value that the program takes without the key, and return it; None if the key is a variable."""
+        """Note and return what the program takes without the key; None if the key is a variable."""
         if _VARIABLE.search(str(self.raw(key))):
             return None
         plain = value if isinstance(value, str | int | float | bool | type(None)) else str(value)
