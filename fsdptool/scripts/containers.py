@@ -18,6 +18,8 @@ COPIES = (
     *("omegaconf.OmegaConf.to_container", "omegaconf.OmegaConf.to_object"),
 )
 """Functions that return a dictionary, or what an object holds, anew."""
+_WITHOUT_FIELDS = ("BaseModel", "BaseSettings", "ABC", "Generic", "NamedTuple", "TypedDict", "object", "Enum")
+"""Classes of libraries that have no fields of settings."""
 _DUMPS = ("copy", "to_dict", "model_dump", "dict", "_asdict", "toDict")
 """Methods that do so."""
 
@@ -46,7 +48,21 @@ class Containers(Interpreter):
         if value.owner is not None:
             names |= {name: None for name, _ in self.fields(value.owner)}
             names = {name: None for name in names if value.owner.lookup(name) is None}
-        return Table({name: self.attribute(value, name, node) for name in names}, dict.fromkeys(names, node))
+        held: dict[object, Value] = {name: self.attribute(value, name, node) for name in names}
+        bases = value.owner.library_bases if value.owner is not None else ()
+        whole = all(base.rpartition(".")[2] in _WITHOUT_FIELDS for base in bases)
+        return Table(held, dict.fromkeys(names, node), whole)
+
+    def _items_of_object(self, value: Value, node: ast.AST) -> Table | None:
+        """Return ``vars`` of an object: what is stored in it is stored in the object."""
+        made = self.table_of(value, node)
+        if made is not None and isinstance(value, Thing) and all(isinstance(key, str) for key in value.parts):
+            for name, item in made.items.items():
+                if name not in value.parts:
+                    value.parts[name] = item
+            if value.parts.keys() == made.items.keys():
+                made.items = value.parts
+        return made
 
     def of_class(self, made: Class, name: str) -> Value | None:
         """Return what the body of a class assigns to a name, or None."""
@@ -86,11 +102,13 @@ class Containers(Interpreter):
         made = super()._library(function, args, keywords, places, partly, node)
         if isinstance(made, Thing) and made.kind in ARGUMENTS:
             made.parts.update(keywords)  # which a branch may replace
+        elif isinstance(made, Table) and partly:  # ``dict(known, **unknown)``
+            made.whole = False
         return made
 
     def attribute(self, value: Value, name: str, node: ast.AST) -> Value:
         """Return an attribute of a value."""
-        if name == "__dict__" and (held := self.table_of(value, node)) is not None:
+        if name == "__dict__" and (held := self._items_of_object(value, node)) is not None:
             return held
         return super().attribute(value, name, node)
 
@@ -103,8 +121,10 @@ class Containers(Interpreter):
             return None
         if name in ("copy", "deepcopy"):
             return self._copy(first, {}, deep=name == "deepcopy")
+        if name == "builtins.vars":
+            return self._items_of_object(first, node)
         made = self.table_of(first, node)
-        if made is not None and name not in ("builtins.dict", "builtins.vars"):
+        if made is not None and name != "builtins.dict":
             return self._inside(made, {})
         if made is not None and name == "builtins.dict":
             made.items.update(keywords.items())

@@ -115,6 +115,8 @@ class RunInterpreter(Commands):
         self._used: set[str] = set()
         self._declares = False
         self._evaluating: set[int] = set()
+        self._of_bodies: dict[int, Value] = {}
+        self._composed: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._held: dict[str, list[tuple[Value, ast.AST | None]]] = {}
 
     def unknown_flags(self) -> set[str]:
@@ -338,10 +340,16 @@ class RunInterpreter(Commands):
                     continue
                 if id(item) in self._evaluating:
                     return None
+                if not self._evaluating:
+                    self._of_bodies.clear()
+                elif id(item) in self._of_bodies:  # of another field that uses it
+                    return self._of_bodies[id(item)]
                 self._evaluating.add(id(item))
                 outer, self.scope = self.scope, Scope(self._beside_in(owner, item.value), owner.scope)
                 try:
-                    return self._default(self.value(item.value), name, item)
+                    found = self._default(self.value(item.value), name, item)
+                    self._of_bodies[id(item)] = found
+                    return found
                 finally:
                     self.scope = outer
                     self._evaluating.discard(id(item))

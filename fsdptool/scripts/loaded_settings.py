@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import posixpath
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fsdptool.scripts.hydra_files import Composer, assigned, resolved
 from fsdptool.scripts.imports import Imports
@@ -29,6 +30,7 @@ class LoadedSettings(Imports):
     _flags: dict[str, str | list[str]]
     _used: set[str]
     _files: dict[str, Value | None]
+    _composed: dict[tuple[str, str], dict[str, Any] | None]
 
     def enter(
         self,
@@ -60,15 +62,24 @@ class LoadedSettings(Imports):
             folder = _first(self._flags.get("config_path", self._flags.get("cp"))) or folder
             base = str(self.folder_of(function.scope))
             path = posixpath.normpath(posixpath.join(base, str(folder or ".")))
-            composer = Composer(self._load, path, self._words)
-            data = composer.composed(str(name)) if isinstance(name, str) else None
-            self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]
-            if composer.full:
-                self.problems.append(f"{folder} holds too many files: some are not read")
+            data = self._settings(path, name, str(folder)) if isinstance(name, str) else None
             self._used |= {"config_name", "cn", "config_path", "cp", "config_dir", "cd"}
             if data is not None:
                 return as_value(data, f"{name}.yaml", item)
         return None
+
+    def _settings(self, path: str, name: str, folder: str) -> dict[str, Any] | None:
+        """Return the settings that Hydra composes of a folder, each only once."""
+        if (path, name) not in self._composed:
+            composer = Composer(self._load, path, self._words)  # type: ignore[arg-type]
+            self._composed[path, name] = composer.composed(name)
+            self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]
+            if composer.full:
+                self.problems.append(f"{folder} holds too many files: some are not read")
+        found = self._composed[path, name]
+        for _ in range(_size(found)):  # each call makes them anew
+            self.count()
+        return found
 
     def _loaded(self, source: Value | None, node: ast.AST, *, resolves: bool) -> Value | None:
         """Return the file of settings that a value was opened from, or None where it cannot be read."""
@@ -142,3 +153,9 @@ class LoadedSettings(Imports):
 def _first(word: str | list[str] | None) -> str | None:
     """Return the value of a flag that takes one; what follows it stands by itself."""
     return word[0] if isinstance(word, list) else word
+
+
+def _size(data: object) -> int:
+    """Return how many values settings hold."""
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return 1 + sum(map(_size, inner))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdptool.config.described import describe_path, describe_run
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, read_source
 from fsdptool.records.described_run import DescribedRun
 
@@ -307,3 +308,16 @@ def test_what_hydra_composes_is_open_where_it_is_not_known(
 )
 def test_what_a_script_sets_in_its_configuration_counts(tmp_path: Path, line: str, rows: int | None) -> None:
     assert composed(tmp_path, {"conf/config.yaml": PLAIN}, line=line).micro_batch == rows
+
+
+@pytest.mark.timeout(30)
+def test_settings_that_are_composed_again_and_again_take_no_time_without_end(tmp_path: Path) -> None:
+    many = f"defaults: [_self_]\nlong: [{', '.join(['1'] * 3000)}]\n"
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/many.yaml").write_text(many, encoding="utf-8")
+    head = HYDRA.replace('"config"', '"many"').replace("def main", "def again") + "\n    pass\n"
+    calls = "again()\n" * 2000
+    (tmp_path / "train.py").write_text(TRAIN.replace("HEAD", f"{head}{calls}{HYDRA}"), encoding="utf-8")
+    (tmp_path / ".git").mkdir()
+    with pytest.raises(ConfigError, match="too long to follow"):
+        describe_run(read_source(tmp_path / "train.py"))

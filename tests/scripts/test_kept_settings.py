@@ -81,6 +81,46 @@ taken = {{**given, "per_device_train_batch_size": settings["rows"]}}
     assert described(HEAD + lines + TRAIN, "--rows", "7").micro_batch == 7
 
 
+@pytest.mark.parametrize(
+    "how", ["vars(args).update(rows=9)", "args.__dict__['rows'] = 9", "held = vars(args)\nargs.rows = 9"]
+)
+def test_the_dictionary_of_arguments_is_no_copy(how: str) -> None:
+    lines = f"""
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, default=3)
+args = parser.parse_args()
+held = args.__dict__
+{how}
+assert held["rows"] == 9
+taken = {{**given, "per_device_train_batch_size": args.rows, "gradient_accumulation_steps": held["rows"]}}
+"""
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.accumulation) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    "taken", ["dict(given, **elsewhere())", "Own('o', per_device_train_batch_size=2).to_dict()"]
+)
+def test_a_dictionary_with_fields_that_are_not_known_is_not_whole(taken: str) -> None:
+    lines = f"""
+@dataclass
+class Own(SFTConfig):
+    max_length: int = 3072
+taken = {taken}
+"""
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.sequence_length, run.gradient_checkpointing) == (2, 3072, None)
+    assert any("takes further arguments" in problem for problem in run.problems)
+
+
+def test_a_body_of_a_class_whose_names_use_one_another_is_followed_once() -> None:
+    sums = "".join(f"    a{at} = {' + '.join(f'a{one}' for one in range(at))}\n" for at in range(1, 18))
+    lines = f"class Own:\n    a0 = 1\n{sums}taken = {{'per_device_train_batch_size': Own.a4}}\n"
+    lines += "taken['max_length'] = Own.a17\n"
+    run = described(HEAD + lines + TRAIN)
+    assert (run.micro_batch, run.sequence_length) == (8, 65536)
+
+
 @pytest.mark.parametrize("how", ["asdict(Own())", "vars(Own())", "Own().__dict__"])
 def test_an_object_of_settings_fills_a_call(how: str) -> None:
     lines = f"""
