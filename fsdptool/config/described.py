@@ -92,7 +92,8 @@ def describe_run(
         from fsdptool.config.script_runs import describe_notebook, describe_script
 
         files = files or default_files(source.path)
-        run = describe_script(source, words, load=loader(files)) or describe_notebook(source, files)
+        read = partial(describe_written, files=files)
+        run = describe_script(source, words, load=loader(files)) or describe_notebook(source, read)
         return _with_family(run) if run is not None else None
     return describe_written(source, program=program, files=files, version=version).run
 

@@ -105,21 +105,23 @@ def describe_script(
     return described(script, source.path, launch) if script is not None else None
 
 
-def describe_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | None:
-    """Return the run that a command in a cell of a notebook starts; None without one, and for a script."""
-    from fsdptool.config.described import describe_written
+def describe_notebook(source: SourceText, read: Callable[[SourceText], Any]) -> DescribedRun | None:
+    """Return the run that a command in a cell of a notebook starts; None without one, and for a script.
 
+    ``read`` reads commands, as :func:`fsdptool.config.described.describe_written` does.
+    """
     commands = commands_of(source.text) if (source.path or "").endswith(".ipynb") else ""
     if not find_commands(commands):
         return None
     try:
-        found = describe_written(SourceText(commands, source.path), files=files)
+        found = read(SourceText(commands, source.path))
     except ConfigError:
         return None
-    if found.run is None or not found.further:
-        return found.run
+    run: DescribedRun | None = found.run
+    if run is None or not found.further:
+        return run
     told = f"the notebook starts {found.further + 1} trainings: the first is described"
-    return replace(found.run, notes=(*found.run.notes, told))
+    return replace(run, notes=(*run.notes, told))
 
 
 def _tree_of(name: str, files: NamedFiles) -> object:

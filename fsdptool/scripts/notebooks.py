@@ -219,7 +219,7 @@ class _Commands:
     def _expanded(self, text: str) -> str:
         """Put values into a command as IPython 9 does (``utils/text.py:DollarFormatter``).
 
-        A command in which something between braces is no expression stays as it is, JSON for example.
+        A command in which something between braces is not an expression stays as it is, JSON for example.
         """
         made = ""
         try:
