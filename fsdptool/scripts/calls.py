@@ -295,7 +295,8 @@ class Calls(ScriptState, ABC):
         if isinstance(receiver, Table):
             return self._of_table(receiver, name, args, keywords, node)
         if isinstance(receiver, Items) and name in ("append", "add", "extend"):
-            receiver.values.extend(args)
+            several = args[0] if name == "extend" and args else None
+            receiver.values.extend(several.values if isinstance(several, Items) else args)
             return Const(None)
         sources = (receiver, *args, *keywords.values())
         tags = _held(*sources) | _named(name)

@@ -27,6 +27,10 @@ _DUMPS = ("copy", "to_dict", "model_dump", "dict", "_asdict", "toDict")
 class Containers(Interpreter):
     """Follows a script through the dictionaries that it keeps settings in."""
 
+    def __init__(self, tree: ast.Module) -> None:
+        super().__init__(tree)
+        self._listed: dict[int, tuple[Value, int, int]] = {}
+
     def fields(self, made: Class) -> Iterator[tuple[str, ast.AST]]:
         """Yield the fields of a class and of those that it inherits from, the first ones first."""
         found: dict[str, ast.AST] = {}
@@ -85,6 +89,16 @@ class Containers(Interpreter):
                 held[name] = found or absent(node)
         super().store_attribute(whole, name, value, node)
 
+    def _list(self, node: ast.List | ast.Tuple | ast.Set) -> Value:
+        made = self._items(node)
+        self._listed[id(made)] = made, len(self.guards), self.repeated
+        return made
+
+    def _grown(self, made: Items) -> None:
+        """Note that a list gets further items: in a branch or a loop, perhaps none, and perhaps more."""
+        _, guards, repeated = self._listed.get(id(made), (made, 0, 0))
+        made.whole = made.whole and len(self.guards) <= guards and self.repeated <= repeated
+
     def is_empty(self, whole: Value) -> bool:
         """Say whether a loop certainly takes nothing from a value: the items of an empty dictionary."""
         made = whole.sources[0] if isinstance(whole, Items) and whole.sources and not whole.values else whole
@@ -140,7 +154,7 @@ class Containers(Interpreter):
         if isinstance(value, Const):
             return value
         if isinstance(value, Items):
-            made = Items(list(value.values), sources=value.sources, tags=value.tags)
+            made = Items(list(value.values), value.whole, sources=value.sources, tags=value.tags)
         elif isinstance(value, Table):
             made = _shallow(value)
         elif (thing := made_by(value, "object", "arguments")) is not None:
@@ -164,6 +178,8 @@ class Containers(Interpreter):
     def _result(
         self, receiver: Value, name: str, args: Sequence[Value], keywords: Mapping[str, Value], node: ast.Call
     ) -> Value:
+        if isinstance(receiver, Items) and name in ("append", "add", "extend", "insert", "remove", "pop"):
+            self._grown(receiver)
         if name in _DUMPS and not args and (held := self.table_of(receiver, node)) is not None:
             return held if name in ("copy", "dict") else self._inside(held, {})
         if isinstance(receiver, Table) and receiver.whole and name in ("keys", "values"):
@@ -183,7 +199,7 @@ class Containers(Interpreter):
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, iterable: Value
     ) -> Value | None:
         """Return the list or dictionary of a comprehension over known items."""
-        items = iterable.values if isinstance(iterable, Items) else []
+        items = iterable.values if isinstance(iterable, Items) and iterable.whole else []
         if isinstance(iterable, Table) and iterable.whole:
             items = [Const(key) for key in iterable.items]
         if isinstance(node, ast.GeneratorExp) or not 0 < len(items) <= _MOST_ITEMS:

@@ -70,6 +70,7 @@ class Interpreter(Expressions):
     Attributes:
         starts_anyway: Whether a check that would end the script is passed over: it is started with arguments
             that are not known here.
+        repeated: How many loops are around that may run any number of times.
     """
 
     starts_anyway = False
@@ -80,6 +81,7 @@ class Interpreter(Expressions):
         self._functions = []
         self._returned: list[Value] = []
         self._unrolled = 1
+        self.repeated = 0
         self._left = False
         self.classes: list[Class] = []
         self.roots: list[Function] = []
@@ -381,18 +383,19 @@ class Interpreter(Expressions):
             self.block(node.orelse)
             return
         values: list[Value] = [self.element(whole, node)]
-        outer = self._unrolled
+        outer, repeated = self._unrolled, self.repeated
         if isinstance(whole, Items) and self._is_short(whole):
             values = list(whole.values)
             self._unrolled *= len(values)
+            self.repeated -= 1
         for value in values:
             self.assign(node.target, value)
             if self._loop(node, node.body) and len(values) > 1 and self._left:
                 break
         else:
-            self._unrolled = outer
+            self._unrolled, self.repeated = outer, repeated
             self.block(node.orelse)
-        self._unrolled = outer
+        self._unrolled, self.repeated = outer, repeated
 
     _do_asyncfor = _do_for
 
@@ -417,8 +420,10 @@ class Interpreter(Expressions):
         """Run the body of a loop once; return whether it certainly ends before its last statement."""
         self.loops.append(node)
         self._left = False
+        self.repeated += 1
         with self.under(None):
             over = self.block(body)
+        self.repeated -= 1
         self.loops.pop()
         return over
 

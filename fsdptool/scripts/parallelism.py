@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from fsdptool.scripts.facts import FSDP1
@@ -21,7 +21,6 @@ from fsdptool.scripts.values import (
     flat,
     is_constant,
     made_by,
-    origins,
 )
 from fsdptool.spelling import integer
 
@@ -46,8 +45,9 @@ _STRATEGY = (
 _FP8 = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 """Handlers with which accelerate trains in float8."""
 _MOST_DEVICES = 100_000
-_LAYERS = ("layers", "layer", "h", "blocks", "block", "decoder_layers", "modules", "named_modules")
-"""Attributes that hold the layers of a model, and methods by which a script looks for them."""
+_LAYERS = ("layers", "layer", "h", "blocks", "block", "decoder_layers")
+"""Attributes that hold the layers of a model."""
+_NAMED_LAYERS = "_no_split_modules"
 
 
 def _devices(given: object) -> int | None:
@@ -58,19 +58,47 @@ def _devices(given: object) -> int | None:
     return count if count is not None and 0 < count <= _MOST_DEVICES else None
 
 
-def _counts_layers(value: Value | None) -> bool:
-    """Say whether a comparison asks for the number of a layer, by the number of them."""
-    return any(made_by(item, "builtins.len") is not None for item in origins(value))
+def _is_but_last(value: Value | None, loops: Sequence[ast.AST]) -> bool:
+    """Say whether a test is true of all layers that a loop goes over, the last perhaps left out."""
+    test = value.node if isinstance(value, Thing) else None
+    loop = loops[-1] if loops else None
+    if not isinstance(test, ast.Compare) or not isinstance(loop, ast.For) or len(test.ops) != 1:
+        return False
+    number = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+    end = test.comparators[0]
+    counted = end.left if isinstance(end, ast.BinOp) and isinstance(end.op, ast.Sub) else None
+    if not isinstance(counted, ast.Call) or not counted.args or ast.unparse(counted.func) != "len":
+        return False
+    return (
+        isinstance(test.ops[0], ast.Lt | ast.LtE | ast.NotEq)
+        and ast.unparse(test.left) == ast.unparse(number)
+        and isinstance(end, ast.BinOp)
+        and ast.unparse(end.right) == "1"
+        and ast.unparse(counted.args[0]) in ast.unparse(loop.iter)
+    )
 
 
-def _is_of_layers(value: Value) -> bool:
+def _is_of_layers(value: Value | None) -> bool:
     """Say whether a value is the class of the model's layers, as the model itself names or holds them."""
-    for item in origins(value):
-        if isinstance(item, Thing) and item.label == "_no_split_modules":
-            return True
-        if made_by(item, "builtins.type") is not None:
-            return any(isinstance(one, Thing) and one.label in _LAYERS for one in origins(item))
-    return False
+    if not isinstance(value, Thing):
+        return False
+    if value.kind == "comprehension":
+        generators = getattr(value.node, "generators", ())
+        tests = [test for one in generators for test in one.ifs]
+        named = all(
+            isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], ast.In)
+            and ast.unparse(test.comparators[-1]).endswith(f".{_NAMED_LAYERS}")
+            for test in tests
+        )
+        return len(generators) == 1 and named and (bool(tests) or _is_of_layers(value.inner))
+    if value.kind == "get_module_class_from_name":
+        return len(value.args) > 1 and _is_of_layers(value.args[1])
+    asked = value.args[0] if value.kind == "builtins.type" and value.args else None
+    if isinstance(asked, Thing):
+        return asked.kind == "item" and asked.parent is not None and asked.parent.label in _LAYERS
+    whole = value.parent if value.kind == "item" else value
+    return whole is not None and whole.label == _NAMED_LAYERS
 
 
 class ParallelismReader(ModelReader):
@@ -272,7 +300,7 @@ class ParallelismReader(ModelReader):
             if thing is not shardings[-1][1]:
                 first = event
         reshards, at = first.keywords.get("reshard_after_forward"), first.places.get("reshard_after_forward")
-        if made_by(reshards, "test") is not None and _counts_layers(reshards):
+        if _is_but_last(reshards, first.loops):
             reshards = Const(True)  # all layers but the last: ``index < len(layers) - 1``
         self.put("reshard_after_forward", reshards, at or first.node, "fully_shard.reshard_after_forward")
         self._offload(

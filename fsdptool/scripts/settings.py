@@ -178,7 +178,7 @@ def _plain(value: Value | None, room: Iterator[int], depth: int) -> tuple[bool, 
         return True, value.node.name
     if isinstance(value, Items):
         items = [_plain(item, room, depth + 1) for item in value.values]
-        return all(known for known, _ in items), [item for _, item in items]
+        return value.whole and all(known for known, _ in items), [item for _, item in items]
     if isinstance(value, Table):
         pairs = {str(key): _plain(item, room, depth + 1) for key, item in value.items.items()}
         known = value.whole and all(known for known, _ in pairs.values())

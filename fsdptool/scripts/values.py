@@ -38,9 +38,15 @@ class Library(Value):
 
 @dataclass(eq=False)
 class Items(Value):
-    """A list, tuple or set whose items are known."""
+    """A list, tuple or set whose items are known.
+
+    Attributes:
+        values: The items.
+        whole: Whether there are certainly these, and no further ones.
+    """
 
     values: list[Value]
+    whole: bool = True
 
 
 @dataclass(eq=False)

@@ -203,6 +203,75 @@ def test_classes_that_the_model_names_are_its_layers(lines: str, expected: tuple
     assert (run.fsdp, run.wrap_classes, run.problems) == (1, expected, ())
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "classes = {type(model.model.layers[0].mlp)}",
+        "classes = {type(m) for m in model.modules() if 'Attention' in type(m).__name__}",
+        "classes = {type(m) for m in model.modules()}",
+    ],
+)
+def test_other_classes_of_a_model_are_left_open(lines: str) -> None:
+    run = described(WRAPPED.replace("CLASSES", lines))
+    assert "classes is not read" in run.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("index < len(model.transformer.h) - 1", True),
+        ("index != len(model.transformer.h) - 1", True),
+        ("index == len(model.transformer.h) - 1", None),
+        ("len(other) == 1", None),
+        ("index < len(other) - 1", None),
+        ("other < len(model.transformer.h) - 1", None),
+    ],
+)
+def test_layers_are_resharded_where_a_test_is_true_of_all_but_the_last(
+    test: str, expected: bool | None
+) -> None:
+    run = described(f"""
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+for index, layer in enumerate(model.transformer.h):
+    fully_shard(layer, reshard_after_forward={test})
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(**batch).loss.backward()
+    optimizer.step()
+""")
+    assert run.reshard is expected
+    assert bool(run.problems) == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("for one in ('q_proj', 'v_proj'):\n    names.append(one)", ("q_proj", "v_proj")),
+        ("names.append('q_proj')\nnames.extend(['v_proj', 'k_proj'])", ("q_proj", "v_proj", "k_proj")),
+        ("for one in other():\n    names.append('q_proj')", None),
+        ("while other():\n    names.append('q_proj')", None),
+        ("if other():\n    names.append('q_proj')", None),
+    ],
+)
+@pytest.mark.parametrize("taken", ["names", "[name for name in names]"])
+def test_a_list_that_a_loop_fills_is_known_where_the_loop_is(
+    lines: str, expected: tuple[str, ...] | None, taken: str
+) -> None:
+    made = f"""
+from peft import LoraConfig
+taken, names = given, []
+{lines}
+adapter = LoraConfig(target_modules={taken})
+"""
+    run = described(HEAD + made + TRAIN.replace("args=", "peft_config=adapter, args="))
+    assert (run.lora_targets, bool(run.problems)) == (expected, expected is None)
+
+
 def test_what_is_popped_is_gone() -> None:
     lines = """
 @dataclass
