@@ -325,9 +325,13 @@ def resolved(data: dict[str, Any]) -> dict[str, Any]:
             known = found(only[1])
             return value if known is _UNKNOWN else whole(known, depth + 1)
 
+        texts: dict[str, str] = {}
+
         def said(item: re.Match[str]) -> str:
-            known = found(item[1])
-            return item[0] if known is _UNKNOWN else str(whole(known, depth + 1))[:LONGEST]
+            if item[0] not in texts:
+                known = found(item[1])
+                texts[item[0]] = item[0] if known is _UNKNOWN else str(whole(known, depth + 1))[:LONGEST]
+            return texts[item[0]]
 
         return _REFERENCE.sub(said, value)[:LONGEST]
 

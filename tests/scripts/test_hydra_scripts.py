@@ -10,6 +10,7 @@ from fsdptool.config.described import describe_path, describe_run
 from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, read_source
 from fsdptool.records.described_run import DescribedRun
+from fsdptool.scripts.hydra_files import resolved
 
 TRAIN = """
 import hydra, torch
@@ -99,6 +100,11 @@ def test_references_that_multiply_end(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/many.yaml").write_text(text + "\n", encoding="utf-8")
     assert described(tmp_path, HYDRA.replace('"config"', '"many"')).micro_batch == 1
+
+
+def test_a_reference_that_a_text_repeats_is_looked_up_once() -> None:
+    data = {"a": list(range(3000)), "b": "x${a}" * 2000, "c": "${d}", "d": 4}
+    assert resolved(data)["c"] == 4
 
 
 def test_what_set_defaults_adds_is_an_argument() -> None:
