@@ -70,16 +70,16 @@ class LoadedSettings(Imports):
 
     def _settings(self, path: str, name: str, folder: str) -> dict[str, Any] | None:
         """Return the settings that Hydra composes of a folder, each only once."""
-        if (path, name) not in self._composed:
+        if (path, name) in self._composed:  # a call makes all the values anew
+            for _ in range(_size(self._composed[path, name])):
+                self.count()
+        else:
             composer = Composer(self._load, path, self._words)  # type: ignore[arg-type]
             self._composed[path, name] = composer.composed(name)
             self.problems += [f"{lacking} is not found in {folder}" for lacking in composer.missing]
             if composer.full:
                 self.problems.append(f"{folder} holds too many files: some are not read")
-        found = self._composed[path, name]
-        for _ in range(_size(found)):  # each call makes them anew
-            self.count()
-        return found
+        return self._composed[path, name]
 
     def _loaded(self, source: Value | None, node: ast.AST, *, resolves: bool) -> Value | None:
         """Return the file of settings that a value was opened from, or None where it cannot be read."""
