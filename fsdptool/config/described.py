@@ -16,10 +16,10 @@ from typing import Any
 
 from fsdptool.config.command_lines import NamedFiles, default_files
 from fsdptool.config.dialects import CERTAIN, run_formats, sniff_dialect
-from fsdptool.config.dialects.launches import on_ranks, with_ranks
+from fsdptool.config.dialects.launches import on_ranks, set_by_accelerate, with_ranks
 from fsdptool.config.dialects.protocol import RunFormat, parse_source
 from fsdptool.config.dialects.run_reader import Launch, RunFile, may_shard, state_bits
-from fsdptool.config.dialects.trainer.run import mesh_of_accelerate, shipped
+from fsdptool.config.dialects.trainer.run import shipped
 from fsdptool.config.dialects.trainer.run_keys import script_of
 from fsdptool.config.shell import (
     Command,
@@ -36,6 +36,7 @@ from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node, ParseError, to_python, walk
 from fsdptool.records.described_run import NOT_FACTS, DescribedRun, UnmodelledKey
 from fsdptool.scripts import SCRIPTS
+from fsdptool.scripts.notebooks import commands_of
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name, format_of_name
 from fsdptool.spelling import integer
 
@@ -89,13 +90,23 @@ def describe_run(
         ConfigError: The text cannot be parsed, or two programs claim it; one line says where and what.
     """
     if (source.path or "").endswith(SCRIPTS):
-        from fsdptool.config.script_runs import describe_notebook, describe_script
+        from fsdptool.config.script_runs import describe_script
 
         files = files or default_files(source.path)
-        read = partial(describe_written, files=files)
-        run = describe_script(source, words, load=loader(files)) or describe_notebook(source, read)
+        run = describe_script(source, words, load=loader(files)) or _of_notebook(source, files)
         return _with_family(run) if run is not None else None
-    return describe_written(source, program=program, files=files, version=version).run
+    return describe_written(source, program=program, files=files, version=version).told("text")
+
+
+def _of_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | None:
+    """Return the run that a command in a cell of a notebook starts; None without one, and for a script."""
+    commands = commands_of(source.text) if (source.path or "").endswith(".ipynb") else ""
+    if not find_commands(commands):
+        return None
+    try:
+        return describe_written(SourceText(commands, source.path), files=files).told("notebook")
+    except ConfigError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,13 @@ class DescribedText:
     keys: Mapping[str, Any] = field(default_factory=dict)
     launch: Launch | None = None
     further: int = 0
+
+    def told(self, what: str) -> DescribedRun | None:
+        """Return the run, with a note where it is not the only training of a ``what``."""
+        if self.run is None or not self.further:
+            return self.run
+        note = f"the {what} starts {self.further + 1} trainings: the first that is read is described"
+        return replace(self.run, notes=(*self.run.notes, note))
 
 
 def describe_written(
@@ -299,7 +317,7 @@ def _launched_beside(path: str | None, files: NamedFiles) -> Launch:
     if path is None:
         return Launch()
     data = _beside(files, f"{Path(path).stem}.accelerate.yaml")
-    return _settings(Launch(), {}, data) if isinstance(data, dict) else Launch()
+    return set_by_accelerate(Launch(), {}, data) if isinstance(data, dict) else Launch()
 
 
 def _of_command(
@@ -607,7 +625,7 @@ def _accelerate(launch: Launch, flags: Mapping[str, Any], files: NamedFiles) -> 
         else:
             said = f"accelerate's file {named} is not read: what it sets is not known"
             launch = replace(launch, unread=str(named), problems=(said,))
-    return _settings(launch, flags, data, named is not None)
+    return set_by_accelerate(launch, flags, data, named is not None)
 
 
 def _merged(launch: Launch, other: Launch) -> Launch:
@@ -621,45 +639,6 @@ def _merged(launch: Launch, other: Launch) -> Launch:
         deepspeed=launch.deepspeed or other.deepspeed,
         compiles=launch.compiles or other.compiles,
         **{name: getattr(other, name) for name in names},
-    )
-
-
-def _settings(
-    launch: Launch, flags: Mapping[str, Any], data: Mapping[str, Any], named: bool = True
-) -> Launch:
-    """Return what flags of ``accelerate launch``, and the settings of its file under them, set."""
-    block = data.get("fsdp_config")
-    settings = {**(block if isinstance(block, dict) else {})}
-    settings |= {key: value for key, value in flags.items() if key.startswith("fsdp_")}
-    kind = str(data.get("distributed_type", "NO")).upper()
-    processes = integer(flags.get("num_processes", data.get("num_processes")))
-    if processes is None and not named and not flags.keys() & {"multi_gpu", "use_fsdp"}:
-        gpus = flags.get("gpu_ids")
-        processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
-    precision = flags.get("mixed_precision", data.get("mixed_precision"))
-    inner = data.get("dynamo_config")
-    inner = inner if isinstance(inner, dict) else {"dynamo_backend": data.get("dynamo_backend")}
-    dynamo = inner.get("dynamo_backend", inner.get("backend"))  # accelerate's launcher takes both
-    launch = replace(
-        launch,
-        compiles=str(flags.get("dynamo_backend", dynamo)).lower() not in ("none", "no", "false"),
-        processes=processes,
-        nodes=integer(flags.get("num_machines", data.get("num_machines"))),
-        mixed_precision=None if precision is None else str(precision),
-        deepspeed=kind == "DEEPSPEED" or "use_deepspeed" in flags,
-    )
-    if kind != "FSDP" and "use_fsdp" not in flags:
-        return launch
-    wrapped = settings.get("fsdp_transformer_layer_cls_to_wrap")
-    classes = tuple(part.strip() for part in str(wrapped).split(",")) if wrapped else None
-    return replace(
-        launch,
-        mesh=mesh_of_accelerate(data.get("parallelism_config")),
-        fsdp=2 if str(settings.get("fsdp_version", 1)) == "2" else 1,
-        wrap_classes=classes,
-        reshard=str(settings.get("fsdp_reshard_after_forward", True)).lower() not in ("false", "no_shard"),
-        cpu_offload=str(settings.get("fsdp_offload_params", False)).lower() == "true",
-        checkpointing=str(settings.get("fsdp_activation_checkpointing", False)).lower() == "true",
     )
 
 

@@ -26,8 +26,6 @@ from fsdptool.config.dialects.run_reader import (
 )
 from fsdptool.config.dialects.trainer.run import arguments, computed_in
 from fsdptool.config.dialects.trainer.run_keys import KEYS as TRAINER
-from fsdptool.config.shell import find_commands
-from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.records.described_run import NOT_FACTS, DescribedMesh, DescribedRun, UnmodelledKey
 from fsdptool.records.diagnostic import EffectiveSetting
@@ -35,7 +33,6 @@ from fsdptool.scripts import SCRIPTS
 from fsdptool.scripts.hydra_files import Packaged, has_content, package_of
 from fsdptool.scripts.judge import parsed
 from fsdptool.scripts.models import PARTS_OF_UNSLOTH, RECOMPUTED_BY_UNSLOTH
-from fsdptool.scripts.notebooks import commands_of
 from fsdptool.scripts.runs import read_script_run
 from fsdptool.scripts.settings import ScriptRun, Setting
 from fsdptool.source.known_models import STORED_IN_FP32, family_of_name
@@ -103,25 +100,6 @@ def describe_script(
     """
     script = read_script_run(source, words, load=load, processes=launch.processes)
     return described(script, source.path, launch) if script is not None else None
-
-
-def describe_notebook(source: SourceText, read: Callable[[SourceText], Any]) -> DescribedRun | None:
-    """Return the run that a command in a cell of a notebook starts; None without one, and for a script.
-
-    ``read`` reads commands, as :func:`fsdptool.config.described.describe_written` does.
-    """
-    commands = commands_of(source.text) if (source.path or "").endswith(".ipynb") else ""
-    if not find_commands(commands):
-        return None
-    try:
-        found = read(SourceText(commands, source.path))
-    except ConfigError:
-        return None
-    run: DescribedRun | None = found.run
-    if run is None or not found.further:
-        return run
-    told = f"the notebook starts {found.further + 1} trainings: the first is described"
-    return replace(run, notes=(*run.notes, told))
 
 
 def _tree_of(name: str, files: NamedFiles) -> object:

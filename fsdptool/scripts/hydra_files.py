@@ -133,7 +133,7 @@ class Composer:
         made: dict[str, Any] = {}
         files = self._listed(_Entry(name, single=True), None, 0, root=True)
         lacking = {key: _value(value) for sign, key, value in left if key in self._seen and not sign}
-        if lacking:  # groups whose files are not there
+        if lacking:  # groups whose file does not exist
             self._chosen |= lacking
             files = self._listed(_Entry(name, single=True), None, 0, root=True)
         for package, data in files:

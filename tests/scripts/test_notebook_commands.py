@@ -139,7 +139,7 @@ def test_several_trainings_are_counted_and_texts_are_none() -> None:
     run = described(f"{CLM}gpt2", f"text = '''\n{CLM}gpt2-large\n'''", f"{CLM}gpt2-xl")
     assert run is not None
     assert run.model == "gpt2"
-    assert "the notebook starts 2 trainings: the first is described" in run.notes
+    assert "the notebook starts 2 trainings: the first that is read is described" in run.notes
     assert described(f"text = '''\n{CLM}gpt2-large\n'''") is None
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdptool.config.dialects.run_reader import Launch
+from fsdptool.config.dialects.trainer.run import mesh_of_accelerate
 from fsdptool.spelling import integer
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -96,3 +97,42 @@ def with_ranks(
             if flags.get("nproc_per_node") in ("gpu", "auto") and launch.nodes is not None:
                 return replace(launch, processes=visible * launch.nodes)
     return launch
+
+
+def set_by_accelerate(
+    launch: Launch, flags: Mapping[str, Any], data: Mapping[str, Any], named: bool = True
+) -> Launch:
+    """Return what flags of ``accelerate launch``, and the settings of its file under them, set."""
+    block = data.get("fsdp_config")
+    settings = {**(block if isinstance(block, dict) else {})}
+    settings |= {key: value for key, value in flags.items() if key.startswith("fsdp_")}
+    kind = str(data.get("distributed_type", "NO")).upper()
+    processes = integer(flags.get("num_processes", data.get("num_processes")))
+    if processes is None and not named and not flags.keys() & {"multi_gpu", "use_fsdp"}:
+        gpus = flags.get("gpu_ids")
+        processes = len(str(gpus).split(",")) if gpus not in (None, "all", True) else None
+    precision = flags.get("mixed_precision", data.get("mixed_precision"))
+    inner = data.get("dynamo_config")
+    inner = inner if isinstance(inner, dict) else {"dynamo_backend": data.get("dynamo_backend")}
+    dynamo = inner.get("dynamo_backend", inner.get("backend"))  # accelerate's launcher takes both
+    launch = replace(
+        launch,
+        compiles=str(flags.get("dynamo_backend", dynamo)).lower() not in ("none", "no", "false"),
+        processes=processes,
+        nodes=integer(flags.get("num_machines", data.get("num_machines"))),
+        mixed_precision=None if precision is None else str(precision),
+        deepspeed=kind == "DEEPSPEED" or "use_deepspeed" in flags,
+    )
+    if kind != "FSDP" and "use_fsdp" not in flags:
+        return launch
+    wrapped = settings.get("fsdp_transformer_layer_cls_to_wrap")
+    classes = tuple(part.strip() for part in str(wrapped).split(",")) if wrapped else None
+    return replace(
+        launch,
+        mesh=mesh_of_accelerate(data.get("parallelism_config")),
+        fsdp=2 if str(settings.get("fsdp_version", 1)) == "2" else 1,
+        wrap_classes=classes,
+        reshard=str(settings.get("fsdp_reshard_after_forward", True)).lower() not in ("false", "no_shard"),
+        cpu_offload=str(settings.get("fsdp_offload_params", False)).lower() == "true",
+        checkpointing=str(settings.get("fsdp_activation_checkpointing", False)).lower() == "true",
+    )
