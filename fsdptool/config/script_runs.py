@@ -170,6 +170,14 @@ def described(script: ScriptRun, path: str | None, launch: Launch = _UNSAID) -> 
     problems = list(script.problems)
     for key in script.further:
         open_facts |= _decided_by(script, data, key, path, launch)
+    if "fsdp" in open_facts:
+        open_facts.add("cpu_offload")
+    beside = {
+        "packing": "documents_joined",
+        "loss_type": "fused_loss",
+        RECOMPUTED_BY_UNSLOTH: "gradient_checkpointing",
+    }
+    open_facts |= {fact for key, fact in beside.items() if key in script.further}
     for key, item in unread.items():
         changed = _decided_by(script, data, key, path, launch)
         open_facts |= changed & _OF_WHOLE_RUN

@@ -127,11 +127,12 @@ class ModelReader(SettingsReader):
         self._quantisation(
             value.keywords.get("quantization_config"), places.get("quantization_config", value.node)
         )
+        own = ("max_length", RECOMPUTED_BY_UNSLOTH) if kind in UNSLOTH else ()
+        self.further(self.event_of(value), "from_pretrained", (*dict.fromkeys(LOADING.values()), *own))
         if kind in UNSLOTH:
             self._loaded_by_unsloth(value, places)
         # diffusers 0.42 models/model_loading_utils.py: without a dtype, weights become what the class makes.
         default = "float32" if kind.startswith("diffusers.") else "auto"
-        self.further(self.event_of(value), "from_pretrained", [*dict.fromkeys(LOADING.values())])
         self.say("dtype", default, value.node, "from_pretrained.dtype")
         taken = (
             *(*LOADING, "quantization_config", "pretrained_model_name_or_path", "model_name"),
@@ -170,6 +171,7 @@ class ModelReader(SettingsReader):
         self.say("use_peft", True, value.node, "get_peft_model")
         for key, ours in _LORA.items():
             self.put(ours, value.keywords.get(key), places.get(key, value.node), f"get_peft_model.{key}")
+        self.further(self.event_of(value), "get_peft_model", [*_LORA.values(), RECOMPUTED_BY_UNSLOTH])
         self.say("lora_r", 16, value.node, "get_peft_model.r")
         self.say("lora_dropout", 0.0, value.node, "get_peft_model.lora_dropout")
         targets = list(_TARGETS) if value.kind.startswith("FastLanguageModel") else "all-linear"

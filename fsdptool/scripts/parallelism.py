@@ -44,6 +44,7 @@ _STRATEGY = (
 )  # fmt: skip
 _FP8 = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 """Handlers with which accelerate trains in float8."""
+_SHARDED = ("reshard_after_forward", "cpu_offload", "param_dtype", "reduce_dtype")
 _MOST_DEVICES = 100_000
 _LAYERS = ("layers", "layer", "h", "blocks", "block", "decoder_layers")
 """Attributes that hold the layers of a model."""
@@ -223,6 +224,7 @@ class ParallelismReader(ModelReader):
         if self._mesh_of_accelerate(event.keywords.get("parallelism_config")):
             taken.append("parallelism_config")
         self.rest(event, "Accelerator", taken)
+        self.further(event, "Accelerator", ("mixed_precision", "gradient_accumulation_steps"))
         if made is None:
             return
         places = self.places(made)
@@ -246,6 +248,7 @@ class ParallelismReader(ModelReader):
         policy = made.keywords.get("mixed_precision_policy")
         self._precision(policy, places.get("mixed_precision_policy"), f"{made.kind}.mixed_precision_policy")
         self.rest(self.event_of(made) or made, "FullyShardedDataParallelPlugin", _PLUGIN)
+        self.further(self.event_of(made), made.kind, (*_SHARDED, "wrap_classes", "gradient_checkpointing"))
 
     def _compiled_by_accelerate(self, event: Event) -> tuple[str, ...]:
         """Read whether ``prepare`` compiles the model; return the arguments that say so.
@@ -311,6 +314,8 @@ class ParallelismReader(ModelReader):
         self._precision(
             first.keywords.get("mp_policy"), first.places.get("mp_policy"), "MixedPrecisionPolicy"
         )
+        partly = next((event for event, _ in shardings if event.partly), None)
+        self.further(partly, "fully_shard", _SHARDED)
         if len({id(thing) for _, thing in shardings}) == 1 and not any(
             made_by(thing, "item", "attribute") or event.loops for event, thing in shardings
         ):
@@ -326,10 +331,11 @@ class ParallelismReader(ModelReader):
         )
         policy = event.get("auto_wrap_policy", 4)
         if policy is None or (isinstance(policy, Const) and policy.value is None):
-            if len(self.facts.wrappers) == 1:
+            if len(self.facts.wrappers) == 1 and not event.partly:
                 self.say("one_unit", "the whole model", event.node, FSDP1)
         else:
             self._policy(policy, at.get("auto_wrap_policy", event.node), FSDP1)
+        self.further(event, FSDP1, (*_SHARDED, "wrap_classes"))
 
     def _policy(self, policy: Value | None, node: ast.AST | None, kind: str) -> None:
         if isinstance(policy, Partial) and isinstance(policy.function, Library):

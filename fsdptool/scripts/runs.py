@@ -63,7 +63,7 @@ _ACCUMULATIONS = (
 _DECIDED = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16",
     "optim", "max_length", "packing", "fsdp", "max_steps", "num_train_epochs", "use_liger_kernel",
-    "torch_compile",
+    "torch_compile", "activation_offloading", "loss_type", "fsdp_config.cpu_offload",
 )  # fmt: skip
 """What arguments that are not read may decide of a trainer."""
 _JOINS = re.compile(r"(?:^|_)(?:group|pack|packed|concat|concatenate|chunk|chunks|chunked)(?:_|$)")
@@ -203,7 +203,9 @@ class _Reader(ParallelismReader):
         if given is not None:
             self._arguments(given, objective)
         elif arguments is not None:
-            self.run.problems.append(f"line {event.node.lineno}: the arguments of {kind} are not read")  # type: ignore[attr-defined]
+            line = getattr(event.node, "lineno", 1)
+            self.run.problems.append(f"line {line}: the arguments of {kind} are not read")
+            self.run.further += _DECIDED
         for name in _OF_TRAINERS.get(objective or "", ()):
             self.put(name, event.keywords.get(name), event.places.get(name, event.node), name)
         adapter = event.get("peft_config")
@@ -212,6 +214,9 @@ class _Reader(ParallelismReader):
         model = event.get("model", 0)
         if model is not None:
             self._model(model, event.places.get("model", event.node), loads=objective is not None)
+            named = any(item.name.startswith("model_init_kwargs") for item in self.run.settings.values())
+            if isinstance(model, Const) and _DECIDED[0] in self.run.further and not named:
+                self.run.further += tuple(dict.fromkeys(LOADING.values()))
         self._frozen(model)
         if objective is None and self.run.own_class is None:
             self.run.objective = self._objective()
@@ -448,7 +453,9 @@ class _Reader(ParallelismReader):
             if any(word in data.lower() for word in ("val", "eval", "test")):
                 continue
             size = event.get("batch_size", 1)
-            if size is None and "batch_sampler" not in event.keywords:
+            if size is None and event.partly:
+                size = Thing("unknown", node=event.node)
+            elif size is None and "batch_sampler" not in event.keywords:
                 size = Const(1)
             self.put("batch_size", size, event.places.get("batch_size", event.node), "DataLoader.batch_size")
             self.rest(event, "DataLoader", ("batch_size",))

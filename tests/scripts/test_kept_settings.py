@@ -154,6 +154,72 @@ def test_arguments_that_are_not_read_leave_open_what_they_decide() -> None:
     assert len(run.problems) == 3
     assert run.model == "Qwen/Qwen3-4B"
 
+    whole = described(
+        "from trl import SFTConfig, SFTTrainer\nSFTTrainer('gpt2', args=SFTConfig(**other())).train()"
+    )
+    assert (whole.activation_offloading, whole.cpu_offload, whole.fused_loss) == (None, None, None)
+    assert (whole.base_dtype, whole.attention, whole.documents_joined) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["args = elsewhere()", "args = dataclasses.replace(args, packing=True)", "args = copy.copy(args)"],
+)
+def test_arguments_of_a_trainer_that_are_made_elsewhere_are_left_open(args: str) -> None:
+    lines = f"import dataclasses\nargs = SFTConfig('o', max_length=64)\n{args}\n"
+    run = described(f"{HEAD}{lines}SFTTrainer(model=model, args=args).train()\n")
+    assert (run.micro_batch, run.accumulation, run.sequence_length) == (None, None, None)
+    assert (run.packing, run.gradient_checkpointing, run.optimizer) == (None, None, None)
+    assert run.problems == ("line 12: the arguments of SFTTrainer are not read",)
+
+
+LOOP = """
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+model, kw = AutoModelForCausalLM.from_pretrained("gpt2"), elsewhere()
+LINE
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in DataLoader(rows, batch_size=2):
+    model(**batch).loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("fully_shard(model, **kw)", (2, 1, None, None)),
+        ("model = FullyShardedDataParallel(model, **kw)", (2, 1, None, None)),
+        ("model = Accelerator(**kw).prepare(model)", (2, None, True, False)),
+        ("rows = 1", (2, 1, None, False)),
+        ("rows, batch_size = 1, 4", (None, 1, None, False)),
+    ],
+)
+def test_calls_with_further_arguments_leave_open_what_these_decide(
+    line: str, expected: tuple[int | None, int | None, bool | None, bool | None]
+) -> None:
+    text = LOOP.replace("LINE", line)
+    text = text.replace("batch_size=2", "**kw") if expected[0] is None else text
+    run = described(text)
+    assert (run.micro_batch, run.accumulation, run.reshard, run.cpu_offload) == expected
+    assert bool(run.problems) == (line != "rows = 1")
+
+
+def test_further_arguments_of_unsloth_are_left_open() -> None:
+    run = described("""
+from unsloth import FastLanguageModel
+from trl import SFTConfig, SFTTrainer
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Llama-3.2-1B", **one())
+model = FastLanguageModel.get_peft_model(model, **two())
+SFTTrainer(model=model, args=SFTConfig("o", per_device_train_batch_size=2)).train()
+""")
+    assert (run.micro_batch, run.lora_rank, run.lora_targets) == (2, None, None)
+    assert (run.method, run.sequence_length, run.gradient_checkpointing) == (None, None, None)
+    assert len(run.problems) == 2
+
 
 @pytest.mark.parametrize("test", ["LoraConfig is not None", "use and LoraConfig is not None", "found()"])
 def test_a_library_that_a_script_asks_for_is_there(test: str) -> None:
