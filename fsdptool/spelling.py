@@ -114,7 +114,8 @@ def near_choice(value: Any, table: dict[str, tuple[str, ...]]) -> str | None:
     found = choice(value, table)
     if found is None and "." not in str(value):  # a dotted path is another finding
         words = (word for spellings in table.values() for word in spellings if len(word) > 6)
-        found = choice(nearest(value, words, cutoff=0.88), table)
+        near = nearest(value, words, cutoff=0.88)
+        found = None if near is None else choice(near, table)
     return found
 
 

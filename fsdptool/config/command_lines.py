@@ -27,6 +27,7 @@ from fsdptool.config.shell import (
     Command,
     configures,
     find_commands,
+    is_variable,
     parse_command,
     parse_environment,
     plain,
@@ -84,10 +85,15 @@ _WHOLE = frozenset([
     "num_processes", "num_machines", "machine_rank", "main_process_port", "fsdp_version",
     "fsdp_min_num_params",
 ])  # fmt: skip
+_DECIDE = {name: name for name in ("fsdp", *sorted(_TRUTHS))} | dict.fromkeys(
+    ("bf16", "fp16"), "mixed_precision"
+)
+"""Arguments of the Trainer by which a run with FSDP is judged, and the settings that they decide."""
 _TOP = (
     "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
     "mixed_precision",
 )  # fmt: skip
+_CANONICAL = {**FSDP_KEYS, **PARALLELISM_KEYS, **PARALLELISM_DETAILS}
 _KINDS = {
     "use_fsdp": "FSDP",
     "multi_gpu": "MULTI_GPU",
@@ -224,6 +230,7 @@ class Line:
         environment: Variables that the text assigns.
         files: The files that were read.
         refused: Whether nothing is judged: the findings say why.
+        open: Settings that flags make a variable of the shell.
     """
 
     document: Document
@@ -236,6 +243,7 @@ class Line:
     environment: dict[str, str] = field(default_factory=dict)
     refused: bool = False
     files: tuple[str, ...] = ()
+    open: dict[str, Entry] = field(default_factory=dict)
 
 
 def read_lines(source: SourceText, files: NamedFiles | None = None) -> list[Line]:
@@ -377,10 +385,15 @@ class _Reader:
         document = self._read(entry.node, "the configuration file", "accelerate")
         if document is None or document.root is None:
             return line
-        return Line(Document(self._merged(command, document.root), "flags"), "accelerate")
+        merged, opened = self._merged(command, document.root)
+        return Line(Document(merged, "flags"), "accelerate", open=opened)
 
-    def _merged(self, command: Command, root: Node) -> Node:
-        """Return the file with what the command line overrides, as ``_validate_launch_command`` merges."""
+    def _merged(self, command: Command, root: Node) -> tuple[Node, dict[str, Entry]]:
+        """Return the file with what the command line overrides, as ``_validate_launch_command`` merges.
+
+        What a variable overrides is neither there any more: these settings come with their flags.
+        """
+        opened: dict[str, Entry] = {}
         flags = {plain(entry).lower(): entry for entry in command.flags}
         kind = next((key for key in _KINDS if key in flags and flags[key].node.value is not False), None)
         environment = root.get("compute_environment")
@@ -401,13 +414,19 @@ class _Reader:
                 )
             )
         for name, entry in flags.items():
-            if name in _TOP:
+            block = None
+            if name in FSDP_KEYS and local:
+                block = "fsdp_config"
+            elif name in (*PARALLELISM_KEYS, *PARALLELISM_DETAILS) and local and uses_mesh:
+                block = "parallelism_config"
+            if (block or name in _TOP or name in ("debug", "rdzv_backend")) and is_variable(entry.node):
+                opened[_CANONICAL.get(name, name)] = entry
+                root = self._drop(root, [block, name] if block else [name])
+            elif name in _TOP:
                 self._choice(name, entry)
                 root = self._put(root, [name], entry)
-            elif name in FSDP_KEYS and local:
-                root = self._put(root, ["fsdp_config", name], entry)
-            elif name in (*PARALLELISM_KEYS, *PARALLELISM_DETAILS) and local and uses_mesh:
-                root = self._put(root, ["parallelism_config", name], entry)
+            elif block is not None:
+                root = self._put(root, [block, name], entry)
             elif name in ("debug", "cpu"):
                 root = self._put(root, ["use_cpu" if name == "cpu" else name], entry, True)
             elif name == "rdzv_backend":
@@ -417,13 +436,26 @@ class _Reader:
         if filled and not uses_mesh and mesh is not None:
             self.replaced.append(mesh)
             root = replace(root, entries=[item for item in root.entries if item is not mesh])
-        return root
+        return root, opened
 
     def _choice(self, name: str, entry: Entry) -> None:
         choices = ("no", "fp16", "bf16", "fp8")
         if name == "mixed_precision" and entry.node.value not in choices:
             words = f"--mixed_precision {entry.node.value!r} is not one of {', '.join(choices)}"
             self.findings.append(("FSD206", words, entry.node, None))
+
+    def _drop(self, root: Node, path: list[str]) -> Node:
+        """Return a mapping without what a flag overrides."""
+        key, *rest = path
+        old = root.get(key)
+        if rest:
+            if old is None or old.node.kind != "map":
+                return root
+            inner = replace(old, node=self._drop(old.node, rest))
+            return replace(root, entries=[inner if item is old else item for item in root.entries])
+        gone = [item for item in root.entries if item.key in (key, key.removeprefix("fsdp_"))]
+        self.replaced.extend(gone)
+        return replace(root, entries=[item for item in root.entries if item not in gone])
 
     def _put(self, root: Node, path: list[str], entry: Entry, value: Any = None) -> Node:
         """Return a mapping with a flag in the place of what it overrides; maps on the way are copied."""
@@ -449,13 +481,19 @@ class _Reader:
     # A script that takes TrainingArguments
 
     def _trainer(self, command: Command, flags: list[Entry], layer: Line | None) -> Line:
-        entries = []
+        entries, opened = [], {}
         for entry in flags:
             name = plain(entry)
             if len(name) > len("fsdp_") and "fsdp_config".startswith(name):
                 name = "fsdp_config"  # argparse takes an unambiguous beginning
-            entries.append(Entry(name, entry.key_node, self._argument(name, entry)))
-        line = self._of("trainer", command, entries, "trainer")
+            json = str(entry.node.value).lstrip().startswith("{")
+            if name in _DECIDE and is_variable(entry.node) and not json:
+                opened[_DECIDE[name]] = entry
+            else:
+                entries.append(Entry(name, entry.key_node, self._argument(name, entry)))
+        line = replace(
+            self._of("trainer", command, entries, "trainer"), open=opened, refused="fsdp" in opened
+        )
         line.launcher = layer if self.known else None
         return line
 

@@ -18,7 +18,7 @@ from fsdptool.config.canonical import LAUNCH
 from fsdptool.config.dialects import load_registry, run_writers, script_versions
 from fsdptool.config.lint_settings import FindingSelector, selector_of
 from fsdptool.config.reader import disjoint, key_of, read_settings, try_fixes, withhold_refused
-from fsdptool.config.result import Reading
+from fsdptool.config.result import WRITE_IT, Reading
 from fsdptool.config.writer import write_settings
 from fsdptool.errors import ConfigError, FsdptoolError
 from fsdptool.files.text import SourceText, UnreadableError, read_source
@@ -257,7 +257,8 @@ def migrate_file(
     if reading.dialect is None or reading.source is None:
         first = reading.diagnostics[0]
         return Migrated(path, None, before, None, first.message, first.help)
-    if not any(item.code != "FSD113" for item in reading.diagnostics) and reading.settings is None:
+    silent = not reading.open and not any(item.code != "FSD113" for item in reading.diagnostics)
+    if silent and reading.settings is None:
         if to is not None and to != reading.dialect:
             nothing = f"there are no settings to write for {to}"
             return Migrated(path, reading.dialect, before, None, "the file does not configure FSDP", nothing)
@@ -394,6 +395,8 @@ def migrated_or_refused(path: Path, **arguments: Any) -> Migrated:
 
 
 def _refusal(reading: Reading) -> tuple[str, str | None] | None:
+    if "fsdp_version" in reading.open:
+        return f"fsdp_version is {reading.open['fsdp_version']}: its value is not known here", WRITE_IT
     for item in reading.diagnostics:
         if item.code in ("FSD114", "FSD332", "FSD333") or (item.code == "FSD301" and item.fix is None):
             if item.code == "FSD301" and reading.written_in is not None and not reading.written_in.in_place:
@@ -487,6 +490,8 @@ def _across(path: Path, reading: Reading, to: str) -> Migrated:
     assert reading.source is not None and reading.dialect is not None
     result_of = _result_of(path, reading)
     blocking = [item for item in reading.errors if item.fix is None or not item.fix.safe]
+    if reading.open and not blocking:
+        return result_of(None, reading.unknown(), WRITE_IT)
     if blocking or reading.settings is None:
         first = blocking[0] if blocking else None
         why = first.message if first else "the file does not configure FSDP"

@@ -20,7 +20,7 @@ from fsdptool.config.dialects import (
     script_versions,
     sniff_dialect,
 )
-from fsdptool.config.dialects.protocol import Dialect, DialectFinding, LintContext, parse_source
+from fsdptool.config.dialects.protocol import OF_ABSENCE, Dialect, DialectFinding, LintContext, parse_source
 from fsdptool.config.edits import NotEditableError, Rewriter, edits_between
 from fsdptool.config.programs import Consumer
 from fsdptool.config.result import Conditions, Reading
@@ -226,6 +226,7 @@ def _judge(
         reader.read(lint)
     else:
         _read_line(lint, line)
+    lint.leave_open()
     if line is None or not line.refused:
         check_meaning(lint, model=conditions.model, hardware=conditions.hardware)
     for index, message in comments.unknown:
@@ -241,6 +242,7 @@ def _read_line(lint: LintContext, line: Line) -> None:
     from fsdptool.config.command_lines import export
 
     lint.environment = {**lint.environment, **line.environment}
+    lint.open.update(line.open)
     for code, text, at, advice in line.findings:
         lint.report(code, text, at, help=advice)
     for entry in line.replaced:
@@ -254,6 +256,8 @@ def _read_line(lint: LintContext, line: Line) -> None:
         judge = resolve_consumer(None, None, launcher.consumers[0], programs=launcher.programs)
         below = LintContext(lint.source, line.launcher.document, judge, launcher, RULES, lint.environment)
         launcher.read(below)
+        below.open.update(line.launcher.open)
+        below.leave_open()
         lint.findings.extend(item for item in below.findings if item.diagnostic.code in _LAUNCH_STOPS)
         lint.environment = {**lint.environment, **export(below)}
     _check_text(lint)
@@ -264,20 +268,17 @@ def _read_line(lint: LintContext, line: Line) -> None:
             if key not in lint.facts or unwritten:
                 lint.facts[key] = fact
         lint.parallelism_block = lint.parallelism_block or below.parallelism_block
+        lint.open = {**below.open, **lint.open}
         lint.deepspeed = lint.deepspeed or below.distributed_type == "DEEPSPEED"
     if not line.known:
         # What is written was judged; what is not written, the file decides that was not read.
         lint.configures_fsdp = False
         lint.facts = {key: fact for key, fact in lint.facts.items() if fact.entry is not None}
-        lint.findings = [item for item in lint.findings if item.diagnostic.code not in _OF_ABSENCE]
+        lint.findings = [item for item in lint.findings if item.diagnostic.code not in OF_ABSENCE]
 
 
 _LAUNCH_STOPS = frozenset({"FSD201", "FSD205", "FSD208", "FSD210", "FSD212", "FSD218", "FSD219"})
 """Findings about a file that ``accelerate launch`` itself refuses, whatever its script reads."""
-
-
-_OF_ABSENCE = frozenset({"FSD113", "FSD330", "FSD338", "FSD341"})
-"""Findings about what is not written."""
 
 
 def _together(first: Reading, others: Iterable[Reading]) -> Reading:
@@ -374,6 +375,7 @@ def _finish(lint: LintContext, comments: Comments, form: Dialect, conditions: Co
         suppressed=tuple(item.diagnostic for item in ordered if id(item) in silenced),
         facts=facts,
         written_in=form,
+        open={key: str(entry.node.value) for key, entry in lint.open.items()},
         used=tuple(fact.entry for fact in lint.facts.values() if fact.entry is not None),
         dtypes=lint.dialect.dtypes(lint) if lint.runs_fsdp and lint.configures_fsdp else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,7 @@ class Reading:
         changes: Per diagnostic (same index): settings its fix changes, by key.
         named: The files that it names and that were read.
         suppressed: Findings that a ``# fsdptool: ignore[...]`` comment silences.
+        open: Settings that are variables of the shell, and the text that is written: no value is known.
         used: Entries of the document that settings were read from.
         dtypes: What is stored, computed and reduced in which dtype, or None if FSDP does not run.
     """
@@ -93,6 +94,7 @@ class Reading:
     used: tuple[Entry, ...] = field(default=(), repr=False)
     dtypes: EffectiveDtypes | None = None
     named: tuple[str, ...] = ()
+    open: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -113,12 +115,20 @@ class Reading:
         """Whether the file is another program's, found in a folder: there are notes on it only."""
         return self.dialect is None and all(item.severity == "info" for item in self.diagnostics)
 
+    def unknown(self, *, but: Container[str] = ()) -> str | None:
+        """Return in words which settings are variables, ``but`` for some; None: every value is known."""
+        words = [f"{key} is {text}" for key, text in self.open.items() if key not in but]
+        one = "a variable whose value is" if len(words) == 1 else "variables whose values are"
+        return f"{' and '.join(words)}: {one} not known here" if words else None
+
     def require(self) -> FsdpSettings:
         """Return the settings of a file without errors.
 
         Raises:
             ConfigError: There are errors; the message is the first one, with its place.
         """
+        if self.open and not self.errors:
+            raise ConfigError(f"{self.path or 'the command'}: {self.unknown()}", help=WRITE_IT)
         if self.errors or self.settings is None:
             first = self.errors[0] if self.errors else None
             if first is None:
@@ -131,6 +141,8 @@ class Reading:
             raise ConfigError(f"{place}{first.code} {first.message}", help=first.help)
         return self.settings
 
+
+WRITE_IT = "write the value in place of the variable"
 
 _ORDER = ("error", "warning", "info")
 

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from test_described_runs import AXOLOTL, described
 
+from fsdptool import plan
 from fsdptool.config import read_settings
 from fsdptool.config.described import describe_path, describe_run
+from fsdptool.config.migrate import migrate_file
+from fsdptool.errors import ConfigError
 from fsdptool.files.text import SourceText
 
 SWIFT = "swift sft --model Qwen/Qwen3-8B --dataset d --max_length 1024 --per_device_train_batch_size 2"
@@ -491,3 +494,73 @@ def test_a_length_of_null_cuts_nothing_in_trl(words: str, length: int | None) ->
     run = describe_run(SourceText(f"{file}{words}\n", "sft.yaml"), program="trl")
     assert run is not None
     assert run.sequence_length == length
+
+
+ACCELERATE = """distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+mixed_precision: bf16
+num_processes: 8
+num_machines: 1
+"""
+
+
+def started(folder: Path, flags: str, file: str = ACCELERATE) -> Path:
+    (folder / "acc.yaml").write_text(file, encoding="utf-8")
+    start = folder / "start.sh"
+    start.write_text(f"accelerate launch {flags} train.py\n", encoding="utf-8")
+    return start
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("--num_machines $N", "num_machines"),
+        ("--num_processes $((8*N))", "num_processes"),
+        ("--machine_rank $R", "machine_rank"),
+        ("--mixed_precision $MP", "mixed_precision"),
+        ("--fsdp_version $V", "fsdp_version"),
+        ("--fsdp_offload_params $O", "cpu_offload"),
+        ("--fsdp_reshard_after_forward $R", "reshard_after_forward"),
+        ("--fsdp_auto_wrap_policy $W", "wrap_policy"),
+        ("--fsdp_state_dict_type $S", "state_dict_type"),
+    ],
+)
+@pytest.mark.parametrize("before", ["--config_file acc.yaml", "--use_fsdp"])
+def test_what_a_flag_makes_a_variable_is_open(tmp_path: Path, before: str, flag: str, key: str) -> None:
+    start = started(tmp_path, f"{before} {flag}")
+    reading = read_settings(start)
+    assert not reading.errors
+    assert key not in {item.key for item in reading.effective}
+    assert set(reading.open) == {key}
+    with pytest.raises(ConfigError, match=f"{key} is .* not known here"):
+        reading.require()
+    migrated = migrate_file(start, to="accelerate")
+    assert migrated.after is None
+    assert "not known here" in str(migrated.refusal)
+
+
+def test_variables_of_several_machines_count_as_given_and_those_of_the_file_as_text(tmp_path: Path) -> None:
+    ranks = "--num_machines 2 --num_processes 16 --machine_rank $R --main_process_ip $H"
+    reading = read_settings(started(tmp_path, f"--config_file acc.yaml {ranks} --main_process_port 29500"))
+    assert not {"FSD205", "FSD329"} & {item.code for item in reading.diagnostics}
+    file = ACCELERATE.replace("num_processes: 8", "num_processes: $RANKS")
+    codes = {item.code for item in read_settings(started(tmp_path, "--config_file acc.yaml", file)).errors}
+    assert codes == {"FSD205"}
+
+
+def test_a_plan_asks_for_the_ranks_that_are_variables(tmp_path: Path) -> None:
+    start = started(tmp_path, "--config_file acc.yaml --num_machines $N --num_processes $((8*N))")
+    with pytest.raises(ConfigError, match=r"num_machines is .* and num_processes is") as refused:
+        plan("gpt2:small", config=start, gpu="H100-80GB-SXM", search=False)
+    assert refused.value.help == "give gpus and nodes"
+
+
+@pytest.mark.parametrize(("word", "known"), [("$FSDP", False), ("full_shard", True)])
+def test_fsdp_that_a_variable_switches_on_is_not_a_fact(tmp_path: Path, word: str, known: bool) -> None:
+    start = tmp_path / "start.sh"
+    flags = f'--model_name_or_path gpt2 --output_dir out --bf16 --fsdp "{word}"'
+    start.write_text(f"torchrun --nproc_per_node 2 run_clm.py {flags}\n", encoding="utf-8")
+    reading, run = read_settings(start), describe_path(start)
+    assert run is not None
+    assert (run.fsdp, run.stored_dtype) == ((2, "fp32") if known else (None, None))
+    assert known or (not reading.errors and reading.version is None)

@@ -170,7 +170,8 @@ class Environment(Dialect):
         chosen = {str(entry.key): entry for entry in effective_entries(lint.root)}
         _unknown(lint, chosen)
         for key in [key for key, entry in chosen.items() if is_variable(entry.node)]:
-            lint.ignore(chosen.pop(key), "a variable of the shell: its value is not known here")
+            name = KEYS.get(key) or SIZES.get(key, key)
+            lint.open[name] = chosen.pop(key)
 
         def on(key: str) -> bool:
             return key in chosen and bool(plugin.word_of_truth(chosen[key].node.value))

@@ -191,7 +191,7 @@ def _parsed(lint: LintContext, key: str, entry: Entry) -> Entry | None:
         lint.report("FSD206", f"{key} needs a value; accelerate's parser stops", entry)
         return None
     if is_variable(entry.node):
-        lint.ignore(entry, "a variable of the shell: its value is not known here")
+        lint.open[KEYS[key]] = entry
         return None
     if key in _CHOICES and value not in _CHOICES[key]:
         code, must = "FSD206", f"be one of {', '.join(_CHOICES[key])}"

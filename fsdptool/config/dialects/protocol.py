@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fsdptool.config.canonical import LEGACY
 from fsdptool.config.edits import Editor, NotEditableError, Rewriter
 from fsdptool.config.programs import Consumer, Program
 from fsdptool.errors import ConfigError
@@ -220,6 +221,15 @@ class Target:
 _MISWRITTEN = frozenset({"FSD201", "FSD202", "FSD203", "FSD210", "FSD211", "FSD216"})
 """Findings about keys that do not count, for their spelling or their place."""
 
+OF_ABSENCE = frozenset({"FSD113", "FSD330", "FSD338", "FSD341"})
+"""Findings about what is not written."""
+
+LAUNCH = frozenset({
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
+    "rdzv_backend", "debug",
+})  # fmt: skip
+"""Settings of a launch that no setting of FSDP hangs on."""
+
 _DEPENDENT = {"wrap_policy": ("FSD315", "FSD325"), "fsdp_version": ("FSD301", "FSD302", "FSD303", "FSD338")}
 """Fixes that are right only while a setting stays as it runs now."""
 
@@ -286,6 +296,7 @@ class LintContext:
         ignored: What is written and not used.
         overridden: Canonical setting to what is in effect instead of the value that the file writes.
         names: Canonical setting to the key that the dialect writes it with.
+        open: Canonical setting to the entry that makes it a variable, whose value is not known.
         runs_fsdp: Whether the consumer would start FSDP.
         configures_fsdp: Whether the file holds FSDP settings at all; if not, nothing more is checked.
         distributed_type: accelerate's ``distributed_type``.
@@ -315,6 +326,7 @@ class LintContext:
     ignored: list[IgnoredKey] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    open: dict[str, Entry] = field(default_factory=dict)
     runs_fsdp: bool = True
     configures_fsdp: bool = True
     distributed_type: str | None = None
@@ -392,6 +404,22 @@ class LintContext:
         if entry.key_node.file is not None:
             line, reason = None, f"{self.where(entry)}: {reason}"
         self.ignored.append(IgnoredKey(key or str(entry.key), value, line, reason))
+
+    def leave_open(self) -> None:
+        """Take back what the reading made of settings that are variables: a default, and what follows.
+
+        Without the launch's own settings FSDP can be judged; without another nothing is that hangs on it.
+        """
+        for key, entry in self.open.items():
+            self.ignore(entry, "a variable of the shell: its value is not known here")
+            self.facts.pop(key, None)
+        if self.open.keys() - LAUNCH:
+            self.configures_fsdp = False
+            self.findings = [item for item in self.findings if item.diagnostic.code not in OF_ABSENCE]
+        if "fsdp_version" in self.open:
+            self.findings = [item for item in self.findings if item.diagnostic.code < "FSD3"]
+            self.ignored = [item for item in self.ignored if "under version" not in item.reason]
+            self.facts = {key: fact for key, fact in self.facts.items() if fact.entry and key not in LEGACY}
 
     def report(
         self,

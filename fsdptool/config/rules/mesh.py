@@ -272,7 +272,7 @@ def check_processes(lint: LintContext) -> None:
         unsaid = written is None or (
             written.node.kind == "scalar" and written.node.value in (None, -1)
         )  # else it is a finding of its own
-        if unsaid and "num_processes" not in lint.dialect.cannot:
+        if unsaid and "num_processes" not in (*lint.dialect.cannot, *lint.open):
             lint.report("FSD326", "num_processes is not written", "num_processes")
     elif isinstance(processes, int):
         if processes % machines:
@@ -290,15 +290,24 @@ def check_processes(lint: LintContext) -> None:
             f"num_processes {processes!r} cannot be divided over {machines} machines",
             "num_processes",
         )
-    if machines > 1 and not lint.get("main_process_ip"):
-        missing = [key for key in ("main_process_ip", "main_process_port") if not lint.get(key)]
+    if machines > 1 and not lint.get("main_process_ip") and "main_process_ip" not in lint.open:
+        missing = [
+            key
+            for key in ("main_process_ip", "main_process_port")
+            if not lint.get(key) and key not in lint.open
+        ]
         lint.report("FSD329", f"several machines without {' and '.join(missing)}", "num_machines")
     _gpu_ids(lint, processes, machines)
 
 
 def _gpu_ids(lint: LintContext, processes: Any, machines: int) -> None:
     ids = lint.get("gpu_ids")
-    if not isinstance(ids, str) or ids in ("all", "") or not isinstance(processes, int):
+    if (
+        "num_machines" in lint.open
+        or not isinstance(ids, str)
+        or ids in ("all", "")
+        or not isinstance(processes, int)
+    ):
         return
     count = len([part for part in ids.split(",") if part.strip()])
     if count != processes // max(machines, 1):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from fsdptool.config.dialects.protocol import LAUNCH
+from fsdptool.config.result import WRITE_IT
 from fsdptool.errors import ConfigError, PlanError
 from fsdptool.files.lengths import read_lengths
 from fsdptool.planning.clusters import Offer, make_cluster, parse_rate, parse_size, read_cluster
@@ -359,7 +361,15 @@ def _own_profile(options: Options, settings: FsdpSettings) -> DeviceProfile:
 
 def _reading(options: Options) -> Reading | None:
     config = options.get("config")
-    return None if config is None or isinstance(config, FsdpSettings) else _read(Path(config))
+    if config is None or isinstance(config, FsdpSettings):
+        return None
+    reading = _read(Path(config))
+    given = {"num_processes": ("gpus", "clusters"), "num_machines": ("nodes", "clusters")}
+    known = {name for name, ways in given.items() if options.keys() & set(ways)}
+    if words := reading.unknown(but=known | (LAUNCH - given.keys())):
+        flags = " and ".join(f"--{ways[0]}" for name, ways in given.items() if name in reading.open)
+        raise ConfigError(f"{config}: {words}", help=f"give {flags}" if flags else WRITE_IT)
+    return reading
 
 
 def _settings(
@@ -387,6 +397,8 @@ def _read(path: Path) -> Reading:
         if not any(item.code == "FSD114" for item in own.diagnostics):  # as are their command lines
             reading = own
     errors = [item for item in reading.diagnostics if item.severity == "error"]
+    if reading.open.keys() - LAUNCH and not errors:
+        raise ConfigError(f"{path}: {reading.unknown(but=LAUNCH)}", help=WRITE_IT)
     if errors or reading.settings is None:
         first = errors[0] if errors else None
         place = f"{path}:{first.line}" if first is not None and first.line else str(path)

@@ -173,6 +173,9 @@ def reader_lines(reading: Reading) -> list[str]:
         lines.append(f"FSDP version {reading.version} runs")
     elif any(item.code == "FSD116" for item in reading.diagnostics):
         lines.append("Whether FSDP runs is not known: a file was not read")
+    elif "fsdp_version" in reading.open or "fsdp" in reading.open:
+        what = "Whether FSDP runs" if "fsdp" in reading.open else "The version of FSDP"
+        lines.append(f"{what} is not known: a variable of the shell decides")
     elif reading.dialect != "python":
         lines.append("FSDP does not run")
     return lines

@@ -10,7 +10,6 @@ from fsdptool.config.canonical import MESH
 from fsdptool.config.dialects.accelerate import plugin
 from fsdptool.config.dialects.accelerate.keys import DETAILS, PARALLELISM_KEYS
 from fsdptool.config.dialects.protocol import LintContext
-from fsdptool.config.shell import is_variable
 from fsdptool.files.tree import Entry, Node, effective_entries, to_python
 
 
@@ -20,10 +19,7 @@ def read_top(lint: LintContext, key: str, entry: Entry, value: Any) -> None:
     A flag's value comes out of argparse; a file's is what YAML or JSON makes of it, and no type is checked
     before the launcher computes with it.
     """
-    if lint.document.language == "flags" and is_variable(entry.node):
-        lint.ignore(entry, "a variable of the shell: its value is not known here")
-        lint.set(key, None, entry=entry)
-    elif key in ("use_cpu", "debug"):
+    if key in ("use_cpu", "debug"):
         _truth(lint, key, entry, value)
     elif key == "gpu_ids":
         _gpu_ids(lint, value, entry)

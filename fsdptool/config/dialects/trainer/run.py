@@ -57,12 +57,14 @@ def describe(file: RunFile) -> DescribedRun | None:
         source = "modeling_utils.py:4183: float32 before transformers 5, then as the checkpoint is stored"
         read.default("dtype", base, source)
     stored = "fp32" if common["fsdp"] != "none" and common["compute_dtype"] != "fp32" else base
+    if common["fsdp"] is None and stored != base:
+        stored = None
     texts = _texts(read, file.launch.script)
     adapter = _adapter(read)
     if adapter["method"] != "full":
         stored = "fp32"
     common |= adapter
-    mixed = common["fsdp"] != "none" and common["compute_dtype"] != "fp32"
+    mixed = common["fsdp"] not in ("none", None) and common["compute_dtype"] != "fp32"
     reduced = common["compute_dtype"] if mixed else stored
     common["compute_dtype"] = computed_in(common["compute_dtype"], base)
     return read.describe(
@@ -231,6 +233,9 @@ def fsdp(read: RunReader, *, old: bool = False) -> dict[str, Any]:
     launch = read.file.launch
     words = read.value("fsdp")
     text = " ".join(words) if isinstance(words, list) else str(words or "")
+    if isinstance(words, str) and words and read.text("fsdp") is None:  # a variable
+        sharding = dict.fromkeys(("fsdp", "wrap_classes", "reshard", "cpu_offload"))
+        return {**sharding, "checkpoints": False}
     on = bool(words) and text.lower() not in ("false", "none", "", "[]")
     block = read.raw("fsdp_config")
     if isinstance(block, str) and block.lstrip().startswith("{"):
