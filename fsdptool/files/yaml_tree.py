@@ -303,6 +303,10 @@ def _explain(error: yaml.MarkedYAMLError, text: str) -> str:
     if mark is not None and "cannot start any token" in problem:
         character = text[mark.index : mark.index + 1]
         return _TAB if character == "\t" else f"a value cannot start with {character!r}: put it in quotes"
+    if problem == "did not find expected key" and mark is not None:
+        start = text.rfind("\n", 0, mark.index) + 1
+        if text[start : mark.index].strip():
+            return "text stands behind a closed value: put all of it in quotes, and double a ' within '...'"
     if problem in _PROBLEMS:
         return _PROBLEMS[problem]
     parts = [part for part in (error.context, error.problem) if part]

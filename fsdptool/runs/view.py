@@ -104,7 +104,8 @@ def read_view(folder: Path, *, gpus: Sequence[str] = (), now: float | None = Non
     step = last.get("step", 0)
     newest = newest_step(folder / CHECKPOINTS)
     prediction = _prediction(folder)
-    memory = _memory(prediction, events.values(), summary)
+    ran = as_it_ran(prediction, folder) if prediction is not None else None
+    memory = _memory(ran, events.values(), summary)
     peaks = [count(line.get("memory_allocated_peak_bytes")) for line in metrics]
     peaks += [phase.measured_bytes for phase in memory]
     peaks += [count(value) for value in summary.get("measured_peak_bytes", ())]
@@ -238,12 +239,6 @@ def _memory(
         known = [found for value in values if (found := count(value)) is not None]
         if known:
             measured[name] = max(known)
-    if plan and not copies_saves(events):
-        # The copy of an asynchronous save comes into being with the first one.
-        staged = sum(item.bytes or 0 for item in plan.components if item.name == Component.STAGED)
-        for name in STEP_PHASES:
-            if (whole := predicted.get(name)) is not None:
-                predicted[name] = whole - staged
     if plan and not predicted and count(plan.allocated_peak_bytes):
         predicted = {"step": plan.allocated_peak_bytes}
     order = [phase.value for phase in RunPhase]
@@ -265,16 +260,18 @@ def as_it_ran(plan: Candidate, folder: Path) -> Candidate:
     before = (RunPhase.LOAD, RunPhase.FIRST_STEP)
     phases = tuple(
         phase
-        if copies or phase.name in before or not phase.allocated_bytes
+        if copies or phase.name in before or not count(phase.allocated_bytes)
         else replace(phase, allocated_bytes=max(phase.allocated_bytes - staged, 0))
         for phase in plan.phases
     )
-    taken = {line.get("step") for line in read_lines(folder / METRICS)}
+    taken = {count(line.get("step")) for line in read_lines(folder / METRICS)} - {None}
     if taken == {1} and any(phase.name == RunPhase.FIRST_STEP and phase.allocated_bytes for phase in phases):
         reached = [phase.allocated_bytes or 0 for phase in phases if phase.name not in STEP_PHASES]
-        return replace(plan, phases=phases, allocated_peak_bytes=max(reached))
-    if whole is None or copies:
+        return replace(plan, phases=phases, allocated_peak_bytes=max(reached), reserved_peak_bytes=None)
+    if copies:
         return plan
+    if whole is None:
+        return replace(plan, phases=phases)
     early = [phase.allocated_bytes or 0 for phase in phases if phase.name in before]
     return replace(plan, phases=phases, allocated_peak_bytes=max(whole - staged, *early, 0))
 

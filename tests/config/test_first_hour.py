@@ -8,6 +8,7 @@ import pytest
 
 from fsdptool.cli.app import run
 from fsdptool.config import read_settings
+from fsdptool.config.described import describe_path
 
 FSDP2 = """\
 distributed_type: FSDP
@@ -60,6 +61,10 @@ def test_a_file_and_a_link_to_it_are_written_once(
         ("bf16", "bf16: x", "put the value in quotes"),
         ("  fsdp_state_dict_type", " fsdp_state_dict_type", "not indented as the lines"),
         ("bf16", "bf16\x07", "the text holds U+0007"),
+        ("bf16", "'it's'", "text stands behind a closed value"),
+        ("bf16", '"bf16" x', "put all of it in quotes"),
+        ("bf16", '"bf16", "fp16"', "text stands behind a closed value"),
+        ("bf16", "[bf16]]", "text stands behind a closed value"),
     ],
 )
 def test_what_is_not_yaml_is_told_in_words_of_the_file(written: str, broken: str, said: str) -> None:
@@ -83,6 +88,14 @@ def test_a_misspelt_choice_can_be_fixed_and_causes_no_other_finding(right: str, 
     assert Path("given.yaml").read_text() == FSDP2
 
 
+@pytest.mark.parametrize("written", ["BY_BLOCKS", "42", "$W"])
+def test_a_choice_that_is_near_nothing_has_no_fix(written: str) -> None:
+    broken = FSDP2.replace("TRANSFORMER_BASED_WRAP", written)
+    assert "FSD206" in messages(broken)
+    assert run(["validate", "--fix", "given.yaml"]) == 1
+    assert Path("given.yaml").read_text() == broken
+
+
 def test_what_several_machines_lack_is_named() -> None:
     text = FSDP2.replace("num_machines: 1", "num_machines: 2")
     assert messages(text)["FSD329"] == "several machines without main_process_ip and main_process_port"
@@ -99,19 +112,27 @@ def test_a_folder_counts_files_that_are_not_utf8_apart(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith("; 1 of other programs skipped; 1 not UTF-8 skipped\n")
 
 
-def test_axolotl_trains_in_bf16_unless_the_file_says_otherwise() -> None:
-    def precision(lines: str) -> object:
-        Path("given.yaml").write_text(AXOLOTL + lines)
-        settings = read_settings("given.yaml").settings
-        assert settings is not None
-        return settings.mixed_precision
-
-    assert [precision(lines) for lines in ("", "bf16: auto\n", "bf16: false\n", "fp16: true\n")] == [
-        "bf16",
-        "bf16",
-        "no",
-        "fp16",
-    ]
+@pytest.mark.parametrize(
+    ("lines", "precision"),
+    [
+        ("", "bf16"),
+        ("bf16: auto\n", "bf16"),
+        ("bf16: false\n", "no"),
+        ("bf16:\n", "no"),
+        ("fp16: true\n", "fp16"),
+        ("fp16:\n", "bf16"),
+        ("bf16: auto\nfp16: true\n", "fp16"),
+        ("float16: true\n", "bf16"),
+        ("bf16: false\nfloat16: true\n", "fp16"),
+    ],
+)
+def test_axolotl_trains_in_bf16_unless_the_file_says_otherwise(lines: str, precision: str) -> None:
+    Path("given.yaml").write_text(AXOLOTL + lines)
+    settings, run = read_settings("given.yaml").settings, describe_path(Path("given.yaml"))
+    assert settings is not None
+    assert run is not None
+    assert settings.mixed_precision == precision
+    assert run.compute_dtype == ("fp32" if precision == "no" else precision)
 
 
 def test_what_is_not_explained_names_no_reader_and_says_what_to_do(

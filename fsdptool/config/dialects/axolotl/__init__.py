@@ -220,17 +220,8 @@ def read(lint: LintContext) -> None:
 
 def _around(lint: LintContext) -> None:
     root = lint.root
-    for key in ("fp8", "bf16", "bfloat16", "fp16", "float16"):
-        entry = root.get(key)
-        if entry is not None and (
-            entry.node.value is True or str(entry.node.value).lower() in ("auto", "full", "true")
-        ):
-            name = {"bfloat16": "bf16", "float16": "fp16"}.get(key, key)
-            lint.set("mixed_precision", name, entry=entry)
-            break
-    else:
-        # ``bf16`` is ``auto`` unless the file says otherwise, which is bf16 on every GPU since Ampere.
-        lint.set("mixed_precision", "bf16" if root.get("bf16") is None else "no")
+    precision, decides = _precision(root)
+    lint.set("mixed_precision", precision, entry=decides)
     checkpointing = root.get("gradient_checkpointing")
     offloading = root.get("activation_offloading")
     own = offloading is not None and offloading.node.value not in (None, False, "hidden_states")
@@ -248,6 +239,24 @@ def _around(lint: LintContext) -> None:
             size = 1
         # axolotl exports sizes above 1 only: a written dp_shard_size of 1 leaves the dimension to the rest.
         lint.set(name, None if name == "dp_shard" and size == 1 else size, entry=entry)
+
+
+def _precision(root: Node) -> tuple[str, Entry | None]:
+    """Return the mixed precision and the entry that decides it, as ``resolve_dtype`` does.
+
+    ``bf16`` is ``auto`` unless the file says otherwise (null does), which is bf16 on every GPU since Ampere;
+    ``fp16`` counts before ``auto``.
+    """
+    written = {key: root.get(key) for key in ("fp8", "bf16", "bfloat16", "fp16", "float16")}
+    values = {key: entry.node.value for key, entry in written.items() if entry is not None}
+    on = {key for key, value in values.items() if value is True or str(value).lower() in ("full", "true")}
+    automatic = str(values.get("bf16", "auto")).lower() == "auto"
+    if "fp8" in on:
+        return "fp8", written["fp8"]
+    if "bf16" in on or (automatic and "fp16" not in on):
+        return "bf16", written["bf16"]
+    names = {"bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+    return next(((names[key], written[key]) for key in names if key in on), ("no", written["bf16"]))
 
 
 def _version(lint: LintContext, block: Node | None) -> int:

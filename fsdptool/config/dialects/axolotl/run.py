@@ -163,6 +163,11 @@ def _names(value: Any) -> tuple[str, ...]:
 def _dtype(read: RunReader) -> str:
     """Return what ``resolve_dtype`` sets ``torch_dtype`` to; ``auto`` is bf16 on every GPU since Ampere."""
     half = read.flag("fp16")
+    if "bf16" in read.data and read.data["bf16"] is None:  # no default counts beside a null
+        read.use("bf16")
+        if read.flag("bfloat16"):
+            return "bf16"
+        return "fp16" if half or read.flag("float16") or read.flag("load_in_8bit") else "fp32"
     automatic = str(read.value("bf16")).lower() == "auto"
     if (automatic and not half) or (not automatic and read.flag("bf16")) or read.flag("bfloat16"):
         return "bf16"
