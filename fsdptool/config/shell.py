@@ -614,3 +614,12 @@ def without_lists(words: Sequence[str]) -> tuple[list[str], list[str]]:
         is_list = _LIST.fullmatch(word) is not None and ("[" in word or not is_value)
         (left if is_list else kept).append(word)
     return kept, left
+
+
+def requoted(value: str, double: bool, splits: bool) -> str:
+    """Return text that a shell reads as the value: within double quotes, as words, or as one word."""
+    if double:
+        return re.sub(r'(["\\`])', r"\\\1", value)
+    blank = " " if splits else r"\\ "
+    escaped = re.sub(r"([^\w\s./:=,@%+\-\[\]{}~$^*?!])", r"\\\1", value)
+    return re.sub(r"\s+", blank, escaped)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fsdptool.config.here_documents import settings_written
-from fsdptool.config.shell import enclosed, parse_environment, spans_of, words_of
+from fsdptool.config.shell import enclosed, parse_environment, requoted, spans_of, words_of
 from fsdptool.config.shell_arithmetic import computed
 from fsdptool.files.text import SourceText, UnreadableError
 from fsdptool.files.tree import Node
@@ -24,6 +24,8 @@ _KNOWN = {"HOME": "~", "PWD": "."}
 """Variables of every shell, as paths that need no variable."""
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=", re.DOTALL)
+_ELEMENT = re.compile(rf"({_NAME})\[[^\]]*\]\+?=")
+"""An assignment to one element of an array."""
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _SKIPPED = frozenset({"then", "do", "time", "!"})
 _WHOLE_LIST = re.compile(
@@ -296,6 +298,9 @@ class _Script:
         if declared and rest[0].value != "export":
             for block in self.blocks:
                 block.open |= {word.raw.partition("=")[0].rstrip("+") for word in given}
+        for word in given[: next((i for i, w in enumerate(given) if "=" not in w.raw), None)]:
+            if (element := _ELEMENT.match(word.raw)) is not None:
+                self._set(element[1], None)
         if given and all(_ASSIGNMENT.match(word.raw) or declared for word in given):
             return self._assign(span, given, maybe)
         split = _SPLIT.fullmatch(span.strip())
@@ -305,7 +310,7 @@ class _Script:
             if value is not None and "$" not in value:
                 known = tuple(value.removesuffix(split[1]).split(split[1]))
             self._set(split[2], known, maybe)
-        elif rest and rest[0].value == "read":
+        elif rest and rest[0].value in ("read", "mapfile", "readarray"):
             for word in rest[1:]:
                 self._set(str(word.value), None)
         if len(rest) > 1 and rest[0].value in ("source", "."):
@@ -338,7 +343,8 @@ class _Script:
             self._set(key, value)
         if name == "unset":
             for word in words[1:]:
-                self._unset(word.raw)
+                name, place, _ = str(word.value).partition("[")
+                self._set(name, None) if place else self._unset(name)
 
     def _unset(self, name: str) -> None:
         certain = all(block.kind in ("script", "group", "subshell") for block in self.blocks)
@@ -501,12 +507,13 @@ class _Script:
             match = _ASSIGNMENT.match(word.raw)
             if match is None:
                 continue
-            known = self.text(word.raw, splits=False)
+            known = self.text(word.raw, splits=word.raw[match.end() :].startswith("("))
             name, raw = match.group(1), word.raw[match.end() :]
             value = self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self._value(raw)
             if match.group(2):
                 value = _joined(self.get(name)[1], value)
-            if value is not None and sum(map(len, value)) > _LONGEST:
+            counted = len(value) if isinstance(value, tuple) else 0
+            if value is not None and sum(map(len, value)) + counted > _LONGEST:
                 value, known = None, word.raw
             self._set(name, value, maybe)
             within = next((block for block in reversed(self.blocks) if block.kind == "function"), None)
@@ -528,7 +535,8 @@ class _Script:
         text = self.text(raw)
         if _runs(text):
             return None
-        return tuple(str(word.value) for word in words_of(text, 0, len(text)))
+        items = tuple(str(word.value) for word in words_of(text, 0, len(text)))
+        return None if any(item.startswith("[") and "]=" in item for item in items) else items
 
     # What stands for a value
 
@@ -560,7 +568,8 @@ class _Script:
             listed = _WHOLE_LIST.match(raw, index) if not double and character in '"$' else None
             if listed is not None:
                 known = self._list(listed.group(1) or listed.group(2))
-                yield listed.group() if known is None else " ".join(map(shlex.quote, known))
+                words = known if splits or known is None else (" ".join(known),)
+                yield listed.group() if words is None else " ".join(map(shlex.quote, words))
                 index = listed.end()
             elif character == "\\":
                 yield raw[index : index + 2]
@@ -575,7 +584,7 @@ class _Script:
                 index = end if end >= 0 else len(raw)
             elif character in "$`":
                 end, value = self._expansion(raw, index)
-                yield raw[index:end] if value is None else _quoted(value, double, splits)
+                yield raw[index:end] if value is None else requoted(value, double, splits)
                 index = end
             else:
                 double ^= character == '"'
@@ -687,12 +696,3 @@ def _joined(old: Value, new: Value) -> Value:
 def _folder(substitution: str) -> str | None:
     """Return ``.`` for the ways in which scripts ask for the folder that they are in."""
     return "." if re.search(r"\bpwd\b|\bdirname\b.*(?:\$0|BASH_SOURCE)", substitution) else None
-
-
-def _quoted(value: str, double: bool, splits: bool) -> str:
-    """Return text that a shell reads as the value: within double quotes, as words, or as one word."""
-    if double:
-        return re.sub(r'(["\\`])', r"\\\1", value)
-    blank = " " if splits else r"\\ "
-    escaped = re.sub(r"([^\w\s./:=,@%+\-\[\]{}~$^*?!])", r"\\\1", value)
-    return re.sub(r"\s+", blank, escaped)
