@@ -260,8 +260,8 @@ def as_it_ran(plan: Candidate, folder: Path) -> Candidate:
     before = (RunPhase.LOAD, RunPhase.FIRST_STEP)
     phases = tuple(
         phase
-        if copies or phase.name in before or not count(phase.allocated_bytes)
-        else replace(phase, allocated_bytes=max(phase.allocated_bytes - staged, 0))
+        if copies or phase.name in before or not (held := count(phase.allocated_bytes))
+        else replace(phase, allocated_bytes=max(held - staged, 0))
         for phase in plan.phases
     )
     taken = {count(line.get("step")) for line in read_lines(folder / METRICS)} - {None}

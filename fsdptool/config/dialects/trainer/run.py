@@ -56,7 +56,7 @@ def describe(file: RunFile) -> DescribedRun | None:
         base = "fp32" if old else "checkpoint"
         source = "modeling_utils.py:4183: float32 before transformers 5, then as the checkpoint is stored"
         read.default("dtype", base, source)
-    stored = "fp32" if common["fsdp"] != "none" and common["compute_dtype"] != "fp32" else base
+    stored: str | None = "fp32" if common["fsdp"] != "none" and common["compute_dtype"] != "fp32" else base
     if common["fsdp"] is None and stored != base:
         stored = None
     texts = _texts(read, file.launch.script)
