@@ -342,7 +342,11 @@ def adjust(
             )
         settings = replace(settings, num_processes=processes)
     if nodes is not None:
-        if nodes < 1 or (settings.num_processes or nodes) % nodes:
+        if nodes < 1:
+            raise ConfigError(
+                f"the number of machines must be at least 1, not {nodes}", help="give 1 or more"
+            )
+        if (settings.num_processes or nodes) % nodes:
             raise ConfigError(
                 f"{settings.num_processes} processes cannot be divided evenly over {nodes} machines",
                 help="give --processes a multiple of --nodes: it counts the processes of all machines",

@@ -123,7 +123,8 @@ def explain(
 
 
 def _as_note(item: Diagnostic, program: str) -> Diagnostic:
-    if item.code not in _NOT_JUDGED:
+    script = item.code == "FSD104" and (item.path or "").endswith((".sh", ".bash", ".sbatch", ".slurm"))
+    if item.code not in _NOT_JUDGED and not script:
         return item
     message = f"a training file of {program}: its run is read; its sharding settings are not judged"
     return replace(item, code="FSD110", severity="info", message=message, help=None)

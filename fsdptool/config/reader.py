@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdptool.config.canonical import COMMON, DETAILS, LEGACY, MESH, OF_FSDP, settings_from
 from fsdptool.config.dialects import (
+    REMEDIES,
     detect_dialect,
     known_programs,
     load_registry,
@@ -149,7 +150,7 @@ def _read(
         form, refusal = detect_dialect(root)
         if form is None:
             code, message = refusal or ("FSD109", "nothing in the file identifies the program that reads it")
-            return failed(code, message, index=root.start)
+            return failed(code, message, index=root.start, help=REMEDIES.get(message))
     judged = partial(_judge, source, form, read_comments(source), conditions, judge=judge, trial=trial)
     if document.language != "flags":
         return judged(document)

@@ -74,7 +74,8 @@ def check_folder(folder: Path, *, resume: str | None, force: bool, start_over: b
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", help="choose another folder with --output")
     if resume and resume != "auto":
-        read_manifest(Path(resume))
+        advice = "--resume auto takes the newest complete checkpoint of the run"
+        read_manifest(Path(resume), otherwise=advice)
     others = (folder / RUN).exists() and not _has_own_record(folder)
     if (folder / RUN).exists() and (resume or not others):
         if resume:

@@ -94,7 +94,7 @@ def verdict_lines(readings: Sequence[Reading]) -> list[str]:
 
 def explained_lines(reading: Reading, run: DescribedRun | None) -> list[str]:
     """Return an explained file in a few lines: who reads it, whether FSDP runs, the run, and findings."""
-    lines = reader_lines(reading)
+    lines = reader_lines(reading, described=run is not None)
     if run is not None:
         lines.append(file_words.described_in_short(run, run.accumulation))
     return _printable([*lines, *_found(reading.diagnostics)])

@@ -100,18 +100,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, *, otherwise: str | None = None) -> Manifest:
     """Read and check the manifest alone.
+
+    Args:
+        folder: The checkpoint.
+        otherwise: What to do where it is not complete; the error's help.
 
     Raises:
         ConfigError: It is missing, damaged, of another format or does not match its own digest.
     """
     path = folder / MANIFEST
     if not path.exists():
-        why = f"is not a complete checkpoint: it has no {MANIFEST}" if folder.is_dir() else "is not a folder"
-        raise ConfigError(
-            f"{folder} {why}", help="--resume auto takes the newest complete checkpoint of the run"
-        )
+        why = "is not a folder" if folder.exists() else "does not exist"
+        why = f"is not a complete checkpoint: it has no {MANIFEST}" if folder.is_dir() else why
+        raise ConfigError(f"{folder} {why}", help=otherwise)
     try:
         raw = read_json(path)
     except UnreadableError as error:

@@ -151,6 +151,21 @@ def test_a_recipe_of_our_own_is_known() -> None:
     said = messages("model:\n  reference: qwen3:tiny\ndata:\n  source: synthetic\nsteps: 3\n")
     assert "a recipe of fsdptool" in said["FSD110"]
     assert "--dry-run" in said["FSD110"]
+    (refused,) = read_settings("given.yaml").diagnostics
+    assert "emit-config" not in str(refused.help)
+
+
+def test_a_run_that_is_described_is_not_called_unexplained(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = "batch: {micro_batch: 2, sequence_length: 128}"
+    recipe = f"model: {{reference: 'gpt2:small'}}\ndata: {{source: synthetic}}\nsteps: 3\n{batch}\n"
+    Path("recipe.yaml").write_text(recipe)
+    flags = "--model_name_or_path gpt2 --per_device_train_batch_size 4 --output_dir out"
+    Path("start.sh").write_text(f"CMD=(torchrun run_clm.py)\nCMD+=({flags})\neval ${{CMD[@]}}\n")
+    for name in ("recipe.yaml", "start.sh"):
+        assert run(["explain", name]) == 0
+        out = capsys.readouterr().out
+        assert "run described for" in out
+        assert "not explained" not in out
 
 
 def test_the_beginning_of_codes_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

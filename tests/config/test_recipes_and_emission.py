@@ -267,6 +267,11 @@ def test_a_model_gets_its_classes_and_the_differences_are_listed(
     assert json.loads(capsys.readouterr().out)["differences"] == []
 
 
+def test_a_number_of_machines_below_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["emit-config", "--preset", "single-node", "--wrap", "Block", "--nodes", "0"]) == 2
+    assert "the number of machines must be at least 1, not 0" in capsys.readouterr().err
+
+
 def test_settings_against_a_model(tmp_path: Path) -> None:
     anatomy = inspect(resolve(str(_tiny(tmp_path))))
     good = tmp_path / "good.yaml"

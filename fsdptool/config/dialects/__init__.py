@@ -209,13 +209,18 @@ def detect_dialect(root: Node) -> tuple[Dialect | None, tuple[str, str] | None]:
     return (winners[0], None) if best > 0.2 else (None, None)
 
 
+RECIPE = "a recipe of fsdptool: `fsdptool train RECIPE --config FILE --dry-run` checks it"
+REMEDIES = {RECIPE: "a recipe names no sharding: that is in the FILE, which validate judges by itself"}
+"""What to do about a file that is not judged, where it is not what the rule says."""
+
+
 def _foreign_format(root: Node) -> str | None:
     """Return what a mapping is that belongs to another program, or None where that is not known either."""
     keys = {str(entry.key) for entry in root.entries}
     # oumi's files also have a section fsdp, so they are told by model and training first.
     model, training = root.get("model"), root.get("training")
     if model is not None and model.node.kind == "map" and model.node.get("reference") is not None:
-        return "a recipe of fsdptool: `fsdptool train RECIPE --config FILE --dry-run` checks it"
+        return RECIPE
     if model is not None and training is not None and model.node.kind == "map":
         section = root.get("fsdp")
         enabled = section is not None and section.node.kind == "map" and section.node.get("enable_fsdp")

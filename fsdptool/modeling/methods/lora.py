@@ -108,9 +108,10 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, re.error) as error:
         message = _first_line(error)
         if message.startswith(("Target modules", "No modules", "No `target_modules`", "All modules")):
+            names = ", ".join(_layers(model))
             raise ConfigError(
                 f"LoRA targets do not match {type(model).__name__}: {message}",
-                help=f"name some of its layers under method.lora.targets: {', '.join(_layers(model))}",
+                help=f"name some of its layers under method.lora.targets: {names}" if names else None,
             ) from error
         raise ConfigError(
             f"peft cannot apply method.lora to {type(model).__name__}: {message}",
@@ -125,7 +126,10 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
 
 
 def _layers(model: nn.Module, most: int = 8) -> list[str]:
-    """Return the ends of the names of layers that LoRA can adapt, the most frequent first."""
+    """Return the ends of the names of layers that LoRA can adapt, the most frequent first.
+
+    A number is the place in a list: blocks, which are no layers, have the same ones.
+    """
     from torch import nn
 
     ends = Counter(
@@ -133,7 +137,7 @@ def _layers(model: nn.Module, most: int = 8) -> list[str]:
         for name, module in model.named_modules()
         if not isinstance(module, nn.Embedding) and getattr(getattr(module, "weight", None), "ndim", 0) >= 2
     )
-    return [name for name, _ in ends.most_common(most)]
+    return [name for name, _ in ends.most_common() if not name.isdigit()][:most]
 
 
 def _first_line(error: Exception) -> str:

@@ -239,7 +239,7 @@ def _unread_sizes(spec: ModelSpec, recipe: Recipe) -> list[Diagnostic]:
             "PLN013",
             "warning",
             f"{options} nothing: the inputs of {spec.model_class} have no such size",
-            help="leave it out; give --seq-len where the model reads text",
+            help="leave it out (of batch: in a recipe); give --seq-len where the model reads text",
         )
     ]
 

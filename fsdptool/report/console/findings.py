@@ -164,8 +164,10 @@ def _room(width: int | None) -> int | None:
     return width - 2 if width is not None else None
 
 
-def reader_lines(reading: Reading) -> list[str]:
-    """Return who reads a file and whether FSDP runs."""
+def reader_lines(reading: Reading, *, described: bool = False) -> list[str]:
+    """Return who reads a file and whether FSDP runs; ``described``: its run is told below."""
+    if reading.dialect is None and described:
+        return [f"{reading.path or '<text>'}: no dialect of FSDP's settings; the run is described"]
     if reading.dialect is None:
         return [f"{reading.path or '<text>'}: not explained"]
     lines = [f"{reading.path or '<text>'}: {reading.dialect} file, read by {reading.consumer}"]
@@ -189,7 +191,7 @@ def render_explanation(reading: Reading, run: DescribedRun | None = None, *, wid
         run: The run that the file describes, or None.
         width: Columns of the terminal; None is as many as the text needs.
     """
-    lines = reader_lines(reading)
+    lines = reader_lines(reading, described=run is not None)
     findings = render_concise([reading]).splitlines()
     if reading.dialect is None:
         findings += [f"help: {item.help}" for item in reading.errors if item.help]

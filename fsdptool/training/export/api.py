@@ -217,7 +217,8 @@ def open_saved(run: Path, checkpoint: str | None) -> tuple[Saved, Manifest, Path
         path, manifest = newest
     else:
         path = Path(checkpoint)
-        manifest = read_manifest(path)
+        advice = "leave the checkpoint out: the newest complete one of the run is taken"
+        manifest = read_manifest(path, otherwise=advice)
         if reason := check_checkpoint(path, manifest):
             raise ConfigError(f"checkpoint {path} is damaged: {reason}", help="export another one")
     try:
