@@ -130,14 +130,15 @@ class NamedFiles:
         folders: What a relative name is relative to; the first folder that has the file counts.
         allowed: Whether a file may be read at all.
         text: Returns the text of a file, or None where there is none.
-        texts: Files that no folder holds, by name: what a script writes before its command.
+        texts: Files that no folder holds, by name: what a script writes before its command; None where that
+            is not known.
         entered: Folders that the script changes to.
     """
 
     folders: tuple[Path, ...] = (Path(),)
     allowed: Callable[[Path], bool] = _allowed
     text: Callable[[Path], SourceText | None] = _on_disk
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str | None] = field(default_factory=dict)
     entered: tuple[str, ...] = ()
 
     def read(self, name: str, endings: tuple[str, ...] = ENDINGS) -> SourceText | str:
@@ -150,8 +151,8 @@ class NamedFiles:
         Raises:
             UnreadableError: It is there, and does not contain text of a configuration's size.
         """
-        if (written := self.texts.get(written_name(name))) is not None:
-            return SourceText(written, name)
+        if written_name(name) in self.texts:
+            return self._written(written_name(name), name)
         if any(mark in name for mark in "$`*{"):
             return "holds a variable"
         if "://" in name or name.startswith("~"):
@@ -172,8 +173,12 @@ class NamedFiles:
         ends = f"/{written_name(name)}"
         above = [at for at in self.texts if at.startswith("/") and at.endswith(ends)]
         if len(above) == 1 and self._is_entered(above[0].removesuffix(ends)):
-            return SourceText(self.texts[above[0]], name)
+            return self._written(above[0], name)
         return "is outside the folders that may be read" if outside else "is not found"
+
+    def _written(self, at: str, name: str) -> SourceText | str:
+        text = self.texts[at]
+        return SourceText(text, name) if text is not None else "is written more than once, or edited"
 
     def _is_entered(self, folder: str) -> bool:
         tried = (written_name(name) for name in self.entered)

@@ -30,10 +30,10 @@ class _Document(NamedTuple):
     text: str
 
 
-def here_documents(text: str, substituted: str, *, plain_names: bool = False) -> dict[str, str]:
+def here_documents(text: str, substituted: str, *, plain_names: bool = False) -> dict[str, str | None]:
     """Return the files that a script writes, by the names that its command has for them.
 
-    A file that is written twice, or that ``sed -i`` changes, is left out: which text counts is not known.
+    A file that is written twice, or that ``sed -i`` changes, has None: which text counts is not known.
 
     Args:
         text: The script. What stands under a quoted mark (``<<'EOF'``) keeps its variables.
@@ -55,7 +55,7 @@ def here_documents(text: str, substituted: str, *, plain_names: bool = False) ->
     edited = {
         written_name(word) for line in _EDITED.findall(substituted) for word in re.split(r"[\s\"';|&]+", line)
     }
-    return {name: body for name, body in written.items() if body is not None and name not in edited}
+    return {name: None if name in edited else body for name, body in written.items()}
 
 
 def settings_written(text: str) -> Iterator[tuple[int, int]]:

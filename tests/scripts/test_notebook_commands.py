@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from fsdptool.config.described import describe_run
+from fsdptool.config.described import describe_path, describe_run
 from fsdptool.files.text import SourceText
 from fsdptool.records.described_run import DescribedRun
 
@@ -18,14 +19,18 @@ SFTTrainer(model, args=SFTConfig("o", per_device_train_batch_size=3, max_length=
 """
 
 
-def described(*cells: str) -> DescribedRun | None:
-    """Return the run of a notebook with these cells."""
+def notebook(*cells: str) -> str:
+    """Return a notebook with these cells."""
     made = [
         {"cell_type": "code", "metadata": {}, "outputs": [], "source": cell.splitlines(keepends=True)}
         for cell in cells
     ]
-    text = json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made})
-    return describe_run(SourceText(text, "train.ipynb"))
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made})
+
+
+def described(*cells: str) -> DescribedRun | None:
+    """Return the run of a notebook with these cells."""
+    return describe_run(SourceText(notebook(*cells), "train.ipynb"))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +157,16 @@ def test_a_file_that_a_cell_appends_to_is_read_whole() -> None:
     )
     assert run is not None
     assert (run.method, run.micro_batch) == ("lora", 1)
+
+
+def test_a_file_on_disk_is_not_taken_for_one_that_cells_write_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\nmicro_batch_size: 64\nsequence_len: 32\n")
+    cells = [f"%%writefile a.yaml\nbase_model: gpt2\nmicro_batch_size: {size}" for size in (1, 2)]
+    (tmp_path / "train.ipynb").write_text(notebook(*cells, "!axolotl train a.yaml"))
+    run = describe_path(tmp_path / "train.ipynb")
+    assert run is not None
+    assert run.micro_batch is None
+    assert any("is written more than once, or edited" in problem for problem in run.problems)
 
 
 def test_a_notebook_without_a_command_that_trains_has_no_run() -> None:
