@@ -218,7 +218,7 @@ def test_here_documents_are_the_files_that_bash_writes(tmp_path: Path) -> None:
         ["bash", "-c", script], capture_output=True, check=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
     )
     found = here_documents(WRITTEN, substituted(WRITTEN))
-    assert {name for name, text in found.items() if text is None} == {"twice.yaml", "edited.yaml"}
+    assert {name for name, text in found.items() if text is None} == {"twice.yaml", "edited.yaml", "log.txt"}
     read = {name: text for name, text in found.items() if text is not None}
     assert set(read) == {"a.yaml", "out/b.json", "c d.yml", "open.yaml"}
     assert read == {name: (tmp_path / name).read_text() for name in read}

@@ -166,7 +166,7 @@ def test_a_file_on_disk_is_not_taken_for_one_that_cells_write_twice(tmp_path: Pa
     run = describe_path(tmp_path / "train.ipynb")
     assert run is not None
     assert run.micro_batch is None
-    assert any("is written more than once, or edited" in problem for problem in run.problems)
+    assert any("a.yaml is not read here" in problem for problem in run.problems)
 
 
 def test_a_notebook_without_a_command_that_trains_has_no_run() -> None:
