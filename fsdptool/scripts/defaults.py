@@ -469,6 +469,9 @@ class RunInterpreter(Commands):
             return Items([*args[:2], Items([])][: 2 if name == "setup_chat_format" else 3])
         if name in _RECORDS and (first is None or isinstance(first, Table)):
             kept = first if isinstance(first, Table) else Table({}, {})
+            if not name.endswith("Namespace"):  # which copies nothing
+                copied = self.copied("deepcopy", (kept,), {}, node)
+                kept = copied if isinstance(copied, Table) else kept
             items: dict[object, Value] = kept.items | dict(keywords.items())
             return Table(items, {**dict.fromkeys(items, node), **kept.nodes}, kept.whole)
         if (copied := self.copied(name, args, keywords, node)) is not None:

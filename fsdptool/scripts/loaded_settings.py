@@ -117,7 +117,9 @@ class LoadedSettings(Imports):
             return self.table_of(
                 self.call(first, (), {}, {}, False, node) if isinstance(first, Class) else first, node
             )
-        return self._united(args, node) if last in ("merge", "unsafe_merge") else None
+        if last not in ("merge", "unsafe_merge") or (made := self._united(args, node)) is None:
+            return None
+        return self.copied("deepcopy", (made,), {}, node)
 
     def _changed(self, table: Table, args: Sequence[Value], node: ast.AST) -> None:
         """Set ``OmegaConf.update(config, "training.rows", 4)``; else leave open what may be set."""

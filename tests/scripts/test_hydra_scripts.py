@@ -327,3 +327,21 @@ def test_settings_that_are_composed_again_and_again_take_no_time_without_end(tmp
     (tmp_path / ".git").mkdir()
     with pytest.raises(ConfigError, match="too long to follow"):
         describe_run(read_source(tmp_path / "train.py"))
+
+
+@pytest.mark.parametrize(
+    "made", ["OmegaConf.create(plain)", "OmegaConf.merge(plain, {'new': 1})", "dict(plain)"]
+)
+def test_settings_that_are_made_of_others_are_new_ones(made: str) -> None:
+    text = f"""
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+plain = {{"training": {{"rows": 3}}}}
+new = {made}
+new["training"]["rows"] = 9
+args = TrainingArguments("o", per_device_train_batch_size=plain["training"]["rows"])
+Trainer(AutoModelForCausalLM.from_pretrained("gpt2"), args).train()
+"""
+    run = describe_run(SourceText(text, "train.py"))
+    assert run is not None
+    assert run.micro_batch == (9 if made.startswith("dict") else 3)
