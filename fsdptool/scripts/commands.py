@@ -130,6 +130,7 @@ class Commands(LoadedSettings):
     """Follows the functions of a script that are started as commands."""
 
     _defaults: bool
+    _declares: bool
     _by_module: set[ast.AST]
 
     def _default_of(self, value: object, label: str, node: ast.AST | None) -> Value:
@@ -246,7 +247,8 @@ class Commands(LoadedSettings):
             switch = switch or bool(keywords.keys() & {"flag_value", "count"})
             needed = is_constant(keywords.get("required"), True) or last == "argument"
             empty: Value | None = None if needed else Const(False if switch else None)
-            default = keywords.get("default", Items([]) if "multiple" in keywords else empty)
+            several = is_constant(keywords.get("multiple"), True)
+            default = keywords.get("default", Items([]) if several else empty)
             flags = tuple(word for word in on if word) if last == "option" else ()
             kind = keywords.get("type")
             yield _Option(
@@ -305,6 +307,8 @@ class Commands(LoadedSettings):
             options.append(
                 _Option(item.arg, tuple(on), tuple(off), switch, None, default, keywords, item, text)
             )
+        if positional and not any(_is_group(root.node) for root in self.roots):
+            self._declares = True
         return self._values(options, self._words_of(function.node))
 
     def _values(self, options: Sequence[_Option], words: Sequence[str]) -> dict[str, Value]:
@@ -323,8 +327,9 @@ class Commands(LoadedSettings):
                     given_by(self._read(word, option) if isinstance(word, str) else word, label, node)
                     for word in values
                 ]
-                made[option.name] = Items(list(known)) if "multiple" in option.keywords else known[-1]
-            elif option.default is None:
+                several = is_constant(option.keywords.get("multiple"), True)
+                made[option.name] = Items(list(known)) if several else known[-1]
+            elif option.default is None or "prompt" in option.keywords:
                 made[option.name] = Thing("missing", label=label, node=node)
             elif isinstance(option.default, Const):
                 made[option.name] = self._default_of(option.default.value, label, node)

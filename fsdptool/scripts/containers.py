@@ -78,6 +78,11 @@ class Containers(Interpreter):
         owner, held = whole.owner, whole.parts
         taken = whole.kind in ARGUMENTS
         plain = whole.kind == "arguments" or (owner is not None and not owner.library_bases)
+        if name == "[]" and whole.kind == "module":
+            for key, item in list(held.items()):
+                if isinstance(item, Const):
+                    self.store(held, key, joined((item, absent(node))))
+            return
         if name == "[]" and (taken or plain):
             names = {key for key in held if isinstance(key, str) and key != "[]"}
             names |= {key for key, _ in self.fields(owner)} if owner is not None else set()

@@ -132,7 +132,14 @@ def test_switches_of_commands_are_turned_off(
 
 
 @pytest.mark.parametrize(
-    "default", ["typer.Option(settings.ROWS)", "typer.Option(...)", "typer.Option(default_factory=rows_of)"]
+    "default",
+    [
+        "typer.Option(settings.ROWS)",
+        "typer.Option(...)",
+        "typer.Option(default_factory=rows_of)",
+        "typer.Option(8, prompt=True)",
+        "typer.Option(8, callback=checked)",
+    ],
 )
 def test_an_option_without_a_known_default_is_left_open(default: str) -> None:
     parameters = f"name='gpt2', rows: int = {default}"
@@ -160,3 +167,9 @@ def test_the_word_that_names_a_command_starts_it(option: str, word: str, model: 
     assert not any("commands" in problem for problem in run.problems)
     assert described(text, word, "--rows", "9").micro_batch == 9
     assert any("one of the commands" in problem for problem in described(text).problems)
+
+
+def test_an_option_that_no_command_has_is_told() -> None:
+    text = COMMAND.replace("DECORATORS", "@app.command()").replace("PARAMETERS", "name='gpt2', rows=4")
+    run = described(text.replace("END", ""), "--row", "8")
+    assert run.problems == ("the script has no option --row",)

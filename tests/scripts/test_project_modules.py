@@ -139,6 +139,7 @@ def test_modules_outside_the_repository_are_not_read(tmp_path: Path) -> None:
     [
         ("import config, build\nconfig.BS = 8", "build.rows()", {}, 8),
         ("import config\nconfig.BS = 8", "config.rows()", {}, 8),
+        ("import config\nfor key, value in given():\n    setattr(config, key, value)", "config.BS", {}, None),
         ("import config\nBS = 4\nconfig.init()", "BS", {}, 4),
         ("import config\nconfig.init()", "config.BS", {}, 64),
         ("from lib.model import rows", "rows()", {"lib/config.py": "BS = 5"}, 5),
@@ -258,3 +259,21 @@ def test_imports_without_end_take_no_time_without_end(tmp_path: Path, kind: str)
     }
     script = TRAIN.replace("IMPORTS", imports[kind]).replace("ROWS", "6").replace("MODEL", '"gpt2"')
     assert described(written(tmp_path, {"train.py": script})).micro_batch == 6
+
+
+def test_what_a_loop_of_another_module_deletes_is_not_known(tmp_path: Path) -> None:
+    loop = """
+import torch
+def train(model, loader, optimizer):
+    for batch in loader:
+        output = model(batch["x"])
+        logits = output.logits
+        loss = torch.nn.functional.cross_entropy(logits.view(-1, 10), batch["y"].view(-1))
+        del output, logits
+        loss.backward()
+        optimizer.step()
+"""
+    script = LOOP.replace("from helpers import NAMES", "from run import train").partition("for batch")[0]
+    script += "train(model, DataLoader(rows, batch_size=2), optimizer)\n"
+    run = described(written(tmp_path, {"train.py": script, "run.py": loop}))
+    assert (run.micro_batch, run.keeps_logits) == (2, None)
