@@ -43,8 +43,8 @@ class LoadedSettings(Imports):
         """Run a function of the script for a call; decorators may give it arguments."""
         if not args and not keywords and (given := self._of_hydra(function)) is not None:
             args = (given,)
-        if not args and not keywords:
-            keywords = self.of_options(function)
+        if not args and keywords.keys() <= {"standalone_mode", "obj", "prog_name"}:  # of click itself
+            keywords = self.of_options(function) or keywords
         return super().enter(function, args, keywords, node, partly)
 
     def _of_hydra(self, function: Function) -> Value | None:

@@ -96,6 +96,12 @@ def test_a_default_says_nothing_of_the_classes_of_a_model(decorator: str) -> Non
             "main.main(['gpt2', '--rows', '3'])",
             (),
         ),
+        (
+            "@click.command()\n@click.argument('name')\n@click.option('--rows', default=8)",
+            "name, rows",
+            "main(standalone_mode=False)",
+            ("gpt2", "--rows", "3"),
+        ),
     ],
 )
 def test_a_command_line_is_read_as_click_and_typer_read_it(

@@ -128,7 +128,7 @@ def inject(model: nn.Module, recipe: Recipe, family: Family, config: Mapping[str
 def _layers(model: nn.Module, most: int = 8) -> list[str]:
     """Return the ends of the names of layers that LoRA can adapt, the most frequent first.
 
-    A number is the place in a list: blocks, which are no layers, have the same ones.
+    A number is the place in a list: blocks and layers have the same ones.
     """
     from torch import nn
 
