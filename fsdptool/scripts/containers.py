@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fsdptool.scripts.interpreter import Interpreter
 from fsdptool.scripts.names import ARGUMENTS
-from fsdptool.scripts.state import absent, joined
+from fsdptool.scripts.state import absent, is_there, joined
 from fsdptool.scripts.values import Class, Const, Items, Library, Table, Thing, Value, is_key, made_by
 
 _MOST_ITEMS = 64
@@ -87,7 +87,10 @@ class Containers(Interpreter):
             names = {key for key in held if isinstance(key, str) and key != "[]"}
             names |= {key for key, _ in self.fields(owner)} if owner is not None else set()
             for key in sorted(names):
-                self.store(held, key, joined((self.attribute(whole, key, node), absent(node))))
+                self.count()
+                value = self.attribute(whole, key, node)
+                if is_there(value):
+                    self.store(held, key, joined((value, absent(node))))
         elif isinstance(name, str) and name not in held:
             found = self.of_class(owner, name) if owner is not None and not taken else None
             if found is not None or taken:

@@ -28,6 +28,7 @@ from fsdptool.scripts.known_values import (
     typed,
 )
 from fsdptool.scripts.names import ARGUMENTS, LIGHTNING, library, short
+from fsdptool.scripts.state import is_there
 from fsdptool.scripts.values import (
     Choice,
     Class,
@@ -64,12 +65,6 @@ def is_of_lightning(value: Value | None) -> bool:
     if not isinstance(value, Thing) or library(value.kind) not in LIGHTNING:
         return False
     return value.kind.rpartition(".")[2] in ("Trainer", "Fabric")
-
-
-def _is_there(value: Value) -> bool:
-    """Say whether a key of a dictionary is certainly there, by what stands for its value."""
-    options = value.options if isinstance(value, Choice) else (value,)
-    return not any(isinstance(item, Thing) and item.label == "absent" for item in options)
 
 
 def _kept(name: str) -> str:
@@ -639,7 +634,7 @@ class RunInterpreter(Commands):
     def truth(self, value: Value) -> bool | None:
         """Return whether a value is true, or None; a dictionary is true where it holds something."""
         if isinstance(value, Table) and value.whole:
-            return bool(value.items) if not value.items or any(map(_is_there, value.items.values())) else None
+            return bool(value.items) if not value.items or any(map(is_there, value.items.values())) else None
         if isinstance(value, Thing) and value.kind.endswith("Config"):
             return True
         if isinstance(value, Choice):

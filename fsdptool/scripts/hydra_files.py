@@ -21,7 +21,7 @@ _DELETED = re.compile(r"~([\w/][\w./@-]*)")
 _Part = tuple[str, dict[str, Any] | None]
 _UNKNOWN = object()
 _SELF, _ROOT = "_self_", "_global_"
-_DEEPEST, _MOST_FILES = 12, 60
+_DEEPEST, _MOST_FILES, _MOST_ENTRIES = 12, 60, 400
 _MOST_VALUES = 20_000
 """Values that are resolved: each reference may name several others."""
 
@@ -198,6 +198,9 @@ class Composer:
         if not any(item.group == _SELF for item in listed):
             listed.append(_Entry(_SELF))
         listed += self._added if root else []
+        if len(listed) > _MOST_ENTRIES:
+            self.full = True
+            return [(place, None)]
         for item in listed:
             if item.override:
                 self._chosen.setdefault(item.key, item.value)

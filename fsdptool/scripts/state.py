@@ -95,6 +95,9 @@ class ScriptState:
         """Leave open what a dictionary holds: keys that are not known are set or taken away."""
         table.whole = False
         for key, value in list(table.items.items()):
+            self.count()
+            if not is_there(value):
+                continue
             self.store_item(table, key, joined((value, absent(node))), table.nodes.get(key, node))
 
     def take_back(self, mark: int) -> dict[tuple[int, Any], tuple[dict[Any, Value], Any]]:
@@ -169,6 +172,12 @@ class ScriptState:
 def absent(node: ast.AST) -> Thing:
     """Return what stands in a dictionary for a key that it may lack."""
     return Thing("unknown", label="absent", node=node)
+
+
+def is_there(value: Value) -> bool:
+    """Say whether a key of a dictionary is certainly there, by what stands for its value."""
+    options = value.options if isinstance(value, Choice) else (value,)
+    return not any(isinstance(item, Thing) and item.label == "absent" for item in options)
 
 
 def joined(values: Sequence[Value], by_rank: bool = False) -> Value:
