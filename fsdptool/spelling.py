@@ -112,7 +112,7 @@ def choice(value: Any, table: dict[str, tuple[str, ...]]) -> str | None:
 def near_choice(value: Any, table: dict[str, tuple[str, ...]]) -> str | None:
     """Return the choice that a value names, or the one that it misspells by a letter or two, or None."""
     found = choice(value, table)
-    if found is None and "." not in str(value):  # a dotted path is another finding
+    if found is None and not set(".$") & set(str(value)):  # a dotted path is another finding
         words = (word for spellings in table.values() for word in spellings if len(word) > 6)
         near = nearest(value, words, cutoff=0.88)
         found = None if near is None else choice(near, table)

@@ -512,8 +512,9 @@ class _Script:
             value = self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self._value(raw)
             if match.group(2):
                 value = _joined(self.get(name)[1], value)
-            counted = len(value) if isinstance(value, tuple) else 0
-            if value is not None and sum(map(len, value)) + counted > _LONGEST:
+            items = value if isinstance(value, tuple) else ()
+            itself = any(f"${{{name}[" in item for item in items)
+            if itself or sum(map(len, value or ())) + len(items) > _LONGEST:
                 value, known = None, word.raw
             self._set(name, value, maybe)
             within = next((block for block in reversed(self.blocks) if block.kind == "function"), None)

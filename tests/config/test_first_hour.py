@@ -88,7 +88,7 @@ def test_a_misspelt_choice_can_be_fixed_and_causes_no_other_finding(right: str, 
     assert Path("given.yaml").read_text() == FSDP2
 
 
-@pytest.mark.parametrize("written", ["BY_BLOCKS", "42", "$W"])
+@pytest.mark.parametrize("written", ["BY_BLOCKS", "42", "$W", "${NO_WRAP}", "$SIZE_BASED_WRAP"])
 def test_a_choice_that_is_near_nothing_has_no_fix(written: str) -> None:
     broken = FSDP2.replace("TRANSFORMER_BASED_WRAP", written)
     assert "FSD206" in messages(broken)

@@ -105,6 +105,7 @@ def test_a_command_has_the_words_that_bash_gives_it(script: str) -> None:
         ("A=(1 2)\nunset A[0]", "$A"),
         ("A=(1 2)\nreadarray -t A < f", "$A"),
         ("A=(1 2)\nmapfile A < <(ls)", "$A"),
+        ("A=(1 2)\nA[0]=3\nA=(${A[@]} 4)", "$A"),
         ("declare -A A=([b]=4 [c]=d)", "$A"),
         ("A=(" + "w " * 9000 + ")\nA=(${A[@]} ${A[@]})", "$A"),
         ("", "$A"),
