@@ -58,6 +58,7 @@ _OTHER_WORK = re.compile(
     r"|convert\w*|quanti[sz]e\w*|rollout|predict\w*|benchmark\w*|upload\w*|download\w*|vllm_serve)(?:_|$)"
 )
 """What the name of a script contains that uses a model, or prepares data, and does not train."""
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 _SINGLE = frozenset([
     "nproc_per_node", "nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
     "master_port", "master_addr", "local_addr", "max_restarts",
@@ -95,7 +96,7 @@ def describe_run(
         files = files or default_files(source.path)
         run = describe_script(source, words, load=loader(files)) or _of_notebook(source, files)
         return _with_family(run) if run is not None else None
-    return describe_written(source, program=program, files=files, version=version).told("text")
+    return describe_written(source, program=program, files=files, version=version).run
 
 
 def _of_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | None:
@@ -104,9 +105,13 @@ def _of_notebook(source: SourceText, files: NamedFiles) -> DescribedRun | None:
     if not find_commands(commands):
         return None
     try:
-        return describe_written(SourceText(commands, source.path), files=files).told("notebook")
+        found = describe_written(SourceText(commands, source.path), files=files)
     except ConfigError:
         return None
+    if found.run is None or not found.further:
+        return found.run
+    told = f"the notebook starts {found.further + 1} trainings: the first that is read is described"
+    return replace(found.run, notes=(*found.run.notes, told))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +129,6 @@ class DescribedText:
     keys: Mapping[str, Any] = field(default_factory=dict)
     launch: Launch | None = None
     further: int = 0
-
-    def told(self, what: str) -> DescribedRun | None:
-        """Return the run, with a note where it is not the only training of a ``what``."""
-        if self.run is None or not self.further:
-            return self.run
-        note = f"the {what} starts {self.further + 1} trainings: the first that is read is described"
-        return replace(self.run, notes=(*self.run.notes, note))
 
 
 def describe_written(
@@ -184,7 +182,8 @@ def describe_written(
     run = replace(run, keys=replace(run.keys, not_modelled=tuple(_with_facts(run, reader, file))))
     if run.fsdp == "none" and may_shard(file.launch.unread):
         run = replace(run, fsdp=None, cpu_offload=None)
-    further = max(sum(map(_may_train, find_commands(source.text))) - 1, 0) if flags else 0
+    trainings = {_what_trains(command) for command in find_commands(source.text)} - {None} if flags else set()
+    further = max(len(trainings) - 1, 0)
     return DescribedText(_with_family(run), file.data, launch, further)
 
 
@@ -194,6 +193,22 @@ def _may_train(command: Command) -> bool:
     script = str(command.script.value) if command.script is not None else command.verb
     name = re.sub(r"\.py$", "", script).replace("/", ".").replace("-", "_").rpartition(".")[2].lower()
     return _TRAINS.search(name) is not None or _OTHER_WORK.search(name) is None
+
+
+def _what_trains(command: Command) -> tuple[str, ...] | None:
+    """Return what tells a training from others of a text, or None for a command that may do something else.
+
+    A text can hold one command several times: in a variable, in what ``echo`` prints, and where it runs.
+    """
+    if command.script is None and command.program in _LAUNCHERS:
+        return None
+    name = str(command.script.value) if command.script is not None else command.verb
+    word = re.sub(r"\.py$", "", name).rpartition("/")[2].replace("-", "_").lower()
+    launched = command.program in _LAUNCHERS and _OTHER_WORK.search(word) is None
+    if not launched and (_TRAINS.search(word) is None or not _may_train(command)):
+        return None
+    flags = sorted(f"{plain(entry)}={entry.node.value}" for entry in command.arguments)
+    return (word, *flags, *(str(node.value) for node in command.words))
 
 
 def _with_family(run: DescribedRun) -> DescribedRun:

@@ -54,6 +54,8 @@ _RECORDS = (
 _ON_GPU = "on a GPU with bfloat16"
 _INSTALLED = ("is_peft_available", "is_accelerate_available", "is_bitsandbytes_available")
 """Functions of transformers that ask for libraries; what a script does with them is what it is for."""
+_SWITCHES = {"get_peft_config": ("use_peft",), "get_quantization_config": ("load_in_4bit", "load_in_8bit")}
+"""Arguments of ``ModelConfig`` without which TRL makes nothing (TRL 1.16 ``trainer/utils.py``)."""
 OF_CLASSES = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Methods that fill classes with arguments, also from a file (transformers 5.23 ``hf_argparser.py``)."""
 _PARSERS = ("argparse.ArgumentParser", "argparse.add_argument_group")
@@ -315,6 +317,8 @@ class RunInterpreter(Commands):
             if isinstance(made, Thing):
                 for name, item in keywords.items():
                     self.store(made.parts, name, item)
+                if self._words and made.kind in ARGUMENTS and "model_init_kwargs" not in keywords:
+                    self.store(made.parts, "model_init_kwargs", Const(None))
             return made
         return Thing("unknown", node=node)
 
@@ -487,8 +491,17 @@ class RunInterpreter(Commands):
         return super()._made(name, function, args, keywords, node)
 
     def _builtin(self, name: str, args: Sequence[Value], node: ast.AST) -> Value | None:
-        """Return what a built-in function yields for known values, or None."""
+        """Return what a built-in function, or one of TRL, yields for known values, or None."""
         first = args[0] if args else None
+        switches = _SWITCHES.get(name.rpartition(".")[2], ())
+        if switches and self._words and isinstance(first, Thing) and first.kind == "ModelConfig":
+            given = [first.parts.get(key, first.keywords.get(key)) for key in switches]
+            absent = [
+                made_by(value, "attribute") is not None or self.truth(value) is False
+                for value in given
+                if value is not None
+            ]
+            return Const(None) if all(absent) else None
         if name == "builtins.hasattr" and isinstance(first, Thing) and first.owner is not None:
             field = constant(args[1]) if len(args) > 1 else None
             if isinstance(field, str) and not first.owner.library_bases:

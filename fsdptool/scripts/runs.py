@@ -121,6 +121,14 @@ def read_script_run(
         ) from None
 
 
+def _is_default_of_trl(value: Value) -> bool:
+    """Say whether a value is an argument of TRL's ``ModelConfig`` that nothing gives: its default counts."""
+    of = value.parent if isinstance(value, Thing) and value.kind == "attribute" else None
+    if of is None or of.kind != "ModelConfig" or not isinstance(value, Thing):
+        return False
+    return value.label not in of.keywords and of.parts.get(value.label, value) is value
+
+
 def _run_of(interpreter: RunInterpreter, notebook: Notebook | None, words: Sequence[str]) -> ScriptRun | None:
     """Return the run of a script that is followed; errors of an interpreter go through."""
     paths = interpreter.paths()
@@ -235,6 +243,7 @@ class _Reader(ParallelismReader):
             name: value
             for name, value in given.parts.items()
             if isinstance(name, str) and name != "[]" and made_by(value, "attribute") is None
+            if name != "model_init_kwargs" or not is_constant(value, None)
         }
         for name, value in {**given.keywords, **changed}.items():
             node = places.get(name, given.node)
@@ -245,6 +254,8 @@ class _Reader(ParallelismReader):
                     at = value.nodes.get(key, node)
                     if name == "fsdp_config":
                         self.put(f"fsdp_config.{key}", item, at, f"fsdp_config.{key}")
+                    elif _is_default_of_trl(item):
+                        continue
                     elif str(key) in LOADING:
                         self.put(LOADING[str(key)], item, at, f"model_init_kwargs.{key}")
                     elif key == "quantization_config":

@@ -148,6 +148,17 @@ def test_several_trainings_are_counted_and_texts_are_none() -> None:
     assert described(f"text = '''\n{CLM}gpt2-large\n'''") is None
 
 
+def test_what_prepares_prints_or_looks_is_no_training_more() -> None:
+    run = described(
+        "!python -m pip install trl\n!python data/tokenize.py --out d",
+        f'%%bash\nCMD="{CLM[1:]}gpt2"\necho "$CMD"\nbash -c "$CMD"',
+        "!python -m pip list\n!python plot.py --log x",
+    )
+    assert run is not None
+    assert run.model == "gpt2"
+    assert not any("trainings" in note for note in run.notes)
+
+
 def test_a_file_that_a_cell_appends_to_is_read_whole() -> None:
     whole = "base_model: gpt2\nmicro_batch_size: 1\nsequence_len: 64\n"
     run = described(

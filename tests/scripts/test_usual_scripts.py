@@ -647,3 +647,40 @@ KTOTrainer(model, args=args, train_dataset=rows, peft_config=get_peft_config(con
     run = describe_path(start)
     assert run is not None
     assert (run.objective, run.processes, run.sequence_length) == ("kto", 8, 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        ((), ("fp32", "sdpa", "none", "full")),
+        (("--dtype", "bfloat16"), ("bf16", "sdpa", "none", "full")),
+        (("--attn_implementation", "flash_attention_2"), ("fp32", "flash_attention_2", "none", "full")),
+        (
+            ("--load_in_4bit", "--use_peft"),
+            ("fp32", "sdpa", "bnb nf4, no double quantisation, storage uint8", "qlora"),
+        ),
+        (("--use_peft",), ("fp32", "sdpa", "none", "lora")),
+    ],
+)
+def test_what_nobody_gives_of_trls_model_arguments_has_trls_defaults(
+    words: tuple[str, ...], facts: tuple[str | None, ...]
+) -> None:
+    run = described(
+        """
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+
+def main(args, m):
+    kept = dict(revision=m.model_revision, attn_implementation=m.attn_implementation, dtype=m.dtype)
+    if args.model_init_kwargs is not None:
+        kept.update(args.model_init_kwargs)
+    args.model_init_kwargs = kept
+    SFTTrainer(
+        model=m.model_name_or_path, args=args, train_dataset=data,
+        quantization_config=get_quantization_config(m), peft_config=get_peft_config(m),
+    ).train()
+
+main(*TrlParser((SFTConfig, ModelConfig)).parse_args_and_config())
+""",
+        *("--model_name_or_path", "gpt2", *words),
+    )
+    assert (run.base_dtype, run.attention, run.quantisation, run.method) == facts
