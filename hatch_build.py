@@ -15,7 +15,7 @@ FAILURES = "fsdptool/failures.json"
 """Entries whose examples only tests read."""
 
 PACKED = (
-    *("fsdptool/schemas/", FAILURES, "fsdptool/config/keys_by_version.json"),
+    *(FAILURES, "fsdptool/config/keys_by_version.json"),
     "fsdptool/planning/data/",
     *("fsdptool_diffusion/data/", "fsdptool_language/data/", "fsdptool_vision/data/"),
 )
@@ -35,8 +35,13 @@ class CompactData(BuildHookInterface[Any]):
         root = Path(self.root)
         sources = {path: path.relative_to(root).as_posix() for path in _data(root / "fsdptool")}
         sources |= {path: path.relative_to(root / "plugins").as_posix() for path in _data(root / "plugins")}
-        sources |= {path: f"fsdptool/schemas/{path.name}" for path in _data(root / "schemas")}
-        # In one file, because entries resemble each other.
+        # In one file each, because schemas, and advisories, resemble each other.
+        schemas = {
+            path.name.removesuffix(".schema.json"): json.loads(path.read_bytes())
+            for path in _data(root / "schemas")
+        }
+        text = json.dumps(schemas, ensure_ascii=False, separators=(",", ":"))
+        self._add(build_data, text.encode(), "fsdptool/schemas.json", packed=True)
         entries = [path for path, target in sources.items() if target.startswith(f"{ADVISORIES}/")]
         listed = ",".join(_compact(path, sources.pop(path)) for path in entries)
         self._add(build_data, f"[{listed}]".encode(), f"{ADVISORIES}.json", packed=True)

@@ -190,27 +190,29 @@ def _plain(node: Node) -> Any:
 
 _SUFFIX = ".schema.json"
 PACKED = ".gz"
-"""What a wheel appends to the names of JSON documents."""
+"""What a wheel appends to the names of what it compresses."""
 
 
 @cache
-def schema_folder() -> Path:
-    """Return the folder that holds ``*.schema.json``.
-
-    A wheel carries it inside the package; an editable install and a checkout have it
-    beside the package.
-    """
+def _schemas() -> dict[str, Any] | Path:
+    """Return the schemas by name, which a wheel holds in one file, or a checkout's folder of them."""
     package = Path(__file__).parent.parent
-    for candidate in (package / "schemas", package.parent / "schemas"):
-        if any(candidate.glob(f"*{_SUFFIX}*")):
-            return candidate
+    packed = package / f"schemas.json{PACKED}"
+    if packed.is_file():
+        schemas: dict[str, Any] = json.loads(gzip.decompress(packed.read_bytes()))
+        return schemas
+    folder = package.parent / "schemas"
+    if any(folder.glob(f"*{_SUFFIX}")):
+        return folder
     raise FsdptoolError("the JSON Schemas are missing from this installation", help="reinstall fsdptool")
 
 
 def schema_names() -> list[str]:
     """Return the names of all schemas, sorted, without their suffix."""
-    found = schema_folder().glob(f"*{_SUFFIX}*")
-    return sorted(path.name.removesuffix(PACKED).removesuffix(_SUFFIX) for path in found)
+    schemas = _schemas()
+    if isinstance(schemas, Path):
+        return sorted(path.name.removesuffix(_SUFFIX) for path in schemas.glob(f"*{_SUFFIX}"))
+    return sorted(schemas)
 
 
 @cache
@@ -222,7 +224,12 @@ def load_schema(name: str) -> dict[str, Any]:
     """
     if name not in schema_names():
         raise FsdptoolError(f"unknown schema {name!r}", help=f"choose one of: {', '.join(schema_names())}")
-    loaded: dict[str, Any] = read_data(schema_folder() / f"{name}{_SUFFIX}")
+    schemas = _schemas()
+    loaded: dict[str, Any] = (
+        json.loads((schemas / f"{name}{_SUFFIX}").read_bytes())
+        if isinstance(schemas, Path)
+        else schemas[name]
+    )
     return loaded
 
 
