@@ -197,9 +197,8 @@ PACKED = ".gz"
 def _schemas() -> dict[str, Any] | Path:
     """Return the schemas by name, which a wheel holds in one file, or a checkout's folder of them."""
     package = Path(__file__).parent.parent
-    packed = package / f"schemas.json{PACKED}"
-    if packed.is_file():
-        schemas: dict[str, Any] = json.loads(gzip.decompress(packed.read_bytes()))
+    if (package / f"schemas.json{PACKED}").is_file():
+        schemas: dict[str, Any] = read_data(package / "schemas.json")
         return schemas
     folder = package.parent / "schemas"
     if any(folder.glob(f"*{_SUFFIX}")):
@@ -226,9 +225,7 @@ def load_schema(name: str) -> dict[str, Any]:
         raise FsdptoolError(f"unknown schema {name!r}", help=f"choose one of: {', '.join(schema_names())}")
     schemas = _schemas()
     loaded: dict[str, Any] = (
-        json.loads((schemas / f"{name}{_SUFFIX}").read_bytes())
-        if isinstance(schemas, Path)
-        else schemas[name]
+        read_data(schemas / f"{name}{_SUFFIX}") if isinstance(schemas, Path) else schemas[name]
     )
     return loaded
 
