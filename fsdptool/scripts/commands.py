@@ -26,8 +26,6 @@ from fsdptool.scripts.values import (
 )
 
 _TRUE, _FALSE = ("true", "yes", "1", "on", "t", "y"), ("false", "no", "0", "off", "f", "n")
-
-
 _CLICK = ("click", "rich_click", "asyncclick")
 _STARTED = ("command", "function", "local_entrypoint")
 """Decorators of functions that are started by name, with the command line as their arguments."""

@@ -18,10 +18,10 @@ COPIES = (
     *("omegaconf.OmegaConf.to_container", "omegaconf.OmegaConf.to_object"),
 )
 """Functions that return a dictionary, or what an object holds, anew."""
-_WITHOUT_FIELDS = ("BaseModel", "BaseSettings", "ABC", "Generic", "NamedTuple", "TypedDict", "object", "Enum")
-"""Classes of libraries that have no fields of settings."""
 _DUMPS = ("copy", "to_dict", "model_dump", "dict", "_asdict", "toDict")
 """Methods that do so."""
+_WITHOUT_FIELDS = ("BaseModel", "BaseSettings", "ABC", "Generic", "NamedTuple", "TypedDict", "object", "Enum")
+"""Classes of libraries that have no fields of settings."""
 
 
 class Containers(Interpreter):

@@ -21,8 +21,7 @@ _INSTALLED = KNOWN | {
     *LIGHTNING, "unsloth", "deepspeed", "hydra", "omegaconf", "yaml", "toml", "tomli", "fire", "typer",
     "click", "rich_click", "asyncclick", "tyro", "jsonargparse", "modal", "pydantic", "ml_collections",
     "easydict", "addict", "munch", "box", "multiprocessing", "io", "apex", "ray", "vllm",
-    "liger_kernel", "flash_attn",
-    "xformers", "timm",
+    "liger_kernel", "flash_attn", "xformers", "timm",
 }  # fmt: skip
 """Libraries whose meaning is known here: a folder of the same name is not looked into."""
 
@@ -119,7 +118,7 @@ class Imports(Containers):
         return super()._made(name, function, args, keywords, node)
 
     def _module(self, dotted: str, level: int, node: ast.stmt) -> Thing | None:
-        """Return a module of the project, or None where it is none."""
+        """Return a module of the project, or None where the project has no such module."""
         if self._load is None or not self._follows or not dotted or level > _MOST_DOTS:
             return None
         if not level and library(dotted) in _INSTALLED:
